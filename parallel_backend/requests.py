@@ -59,16 +59,13 @@ class FileContent:
 @dataclass(frozen=True)
 class InputShapes:
     """The input widths of a model, from its file's header. `context`, `pooled`: widths of a prompt; `channels_in`,
-    `channels_out`: latent channels into and out of a call. For error messages: `model`: the file's name;
-    `text_encoders`, `latents`: where fitting ones come from."""
+    `channels_out`: latent channels into and out of a call; `model`: the file's name, for error messages."""
 
     model: str
     context: int
     pooled: int
     channels_in: int
     channels_out: int
-    text_encoders: str
-    latents: str
 
 
 @dataclass(frozen=True)

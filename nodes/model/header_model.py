@@ -13,7 +13,6 @@ import comfy.model_patcher
 import comfy.supported_models_base
 import comfy.utils
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +20,7 @@ from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
 from ...parallel_backend.models.comfyui.formats.gguf import outline
 from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefix
+from ...parallel_backend.models.comfyui.load import map_tensors, unknown_model
 from ...parallel_backend.models.gguf_file import is_gguf
 from ...parallel_backend.requests import ModelSpec
 
@@ -71,9 +71,7 @@ def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     if is_gguf(path):
         return outline(path), {}
     read_header(path)  # its errors name the file and the remedy; safe_open's do not
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        return tensors, file.metadata() or {}
+    return map_tensors(path)[1:]
 
 
 def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,10 +129,7 @@ def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | Request
             f"{name} is in diffusers' layout, whose weights ComfyUI rewrites as it loads them. Load it with Load "
             f"Diffusion Model and put Parallel Model behind that."
         )
-    return CheckpointError(
-        f"ComfyUI does not know what model {name} holds. Check that it is a diffusion model and not a LoRA, VAE or "
-        f"text encoder; for a new family of models, update ComfyUI."
-    )
+    return unknown_model(name)
 
 
 class _ValuesOnHost(TorchFunctionMode):

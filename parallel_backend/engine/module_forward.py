@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import RequestError
 from ..layout import slice_of
-from ..models.attention import Replacement, attention_by, attention_kernel
+from ..models.attention import attention_by, attention_kernel
 from ..models.base import ModuleModel
 from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
@@ -35,6 +35,7 @@ from .comm.groups import ALONE, Axis, Layout, Layouts
 from .load import notes_on_weights
 from .stages.stages import ModuleStages
 from .stages.stale_keys import StaleKeyCache
+from .tokens.region_blocks import are_known
 
 _WITHIN = (
     "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
@@ -48,65 +49,18 @@ Answer = Any
 
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
     """Returns the forward of `model` under `placement`. Collective: all ranks call it together."""
-    strategy, options = placement.strategy, placement.compute_options
-    name, in_stages = type(model.module).__name__, strategy.pipefusion_degree > 1
+    strategy, name = placement.strategy, type(model.module).__name__
     if strategy.tensor_degree > 1 and not model.splits_layers:
         raise RequestError(
             f"tensor_degree {strategy.tensor_degree}: the layers of {name} cannot be split; set it to 1. shard_weights "
             f"can split the weights of any model."
         )
-    if in_stages and not has_stages(name):
+    if strategy.pipefusion_degree > 1 and not has_stages(name):
         raise RequestError(
             f"pipefusion_degree {strategy.pipefusion_degree}: the blocks of {name} cannot be laid out over devices; "
             f"set it to 1. data_degree, cfg_degree, ulysses_degree and ring_degree can split it."
         )
-    layout = layouts.get(strategy)
-    forward = ModuleForward(model, layout)
-    forward.noted.add_lasting(*notes_on_weights(layout))
-    if placement.engine == "xfuser":
-        _use_xfuser(forward)
-    if options.attention != AUTO and forward.xfuser is None:
-        forward.use_kernel(options.attention)
-    forward.exchange_dtype = options.exchange_dtype
-    if layout.ring.size > 1 and not in_stages:  # stages gather keys and do not run a ring
-        kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
-        forward.kernel = kernel.name
-        forward.noted.add_lasting(*kernel.notes)
-        if model.attention in _FASTER_ATTENTION and kernel.name not in model.attention:
-            forward.noted.add_lasting(notes.RING.format(kernel=kernel.name, own=model.attention))
-    if options.compiles:
-        compiler, faults = start_compiler(model.device.type)
-        forward.noted.add_lasting(*(faults or _uncompiled(forward)))
-        forward.compiler = compiler if forward.known_blocks else None
-    if in_stages:
-        forward.lay_out_stages()
-    return forward
-
-
-def _use_xfuser(forward: ModuleForward) -> None:
-    """Makes blocks attend by xfuser if tokens are shared out; otherwise notes why not. Collective."""
-    layout, model = forward.layout, forward.model
-    reason = why_not_xfuser(layout)
-    if not reason and not model.regions:
-        reason = f"the blocks of {type(model.module).__name__} are not described"
-    if reason:
-        forward.noted.add_lasting(f"engine xfuser fell back to native: {reason}")
-    else:
-        forward.xfuser = XfuserEngine(layout, model.compute_dtype, forward.noted.add)
-
-
-def _uncompiled(forward: ModuleForward) -> list[str]:
-    """Returns notes, worded for users, on blocks of a module that cannot be compiled."""
-    name = type(forward.model.module).__name__
-    if not forward.known_blocks:
-        return [f"blocks ran uncompiled: which parts of {name} are its blocks is not described"]
-    kinds = [kind for region in forward.model.regions for kind in region.lists.values()]
-    if forward.layout.sequence.size > 1 and any(kind.whole for kind in kinds):
-        return [
-            f"some blocks of {name} run uncompiled where tokens are shared out: processes meet inside of them "
-            f"outside of attention too"
-        ]
-    return []
+    return ModuleForward(model, layouts.get(strategy), placement)
 
 
 class ModuleForward:
@@ -116,29 +70,69 @@ class ModuleForward:
     stay whole, the sequence axis shares out rows, bands of an image's rows, or the queries or heads of attention.
     """
 
-    kernel = "torch"  # over a ring, or chosen by the user; else ComfyUI's command line decides
-
-    def __init__(self, model: ModuleModel, layout: Layout) -> None:
-        self.model = model
-        self.layout = layout
-        self._is_exact = (
-            not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
-        )
+    def __init__(self, model: ModuleModel, layout: Layout, placement: Placement) -> None:
+        options, in_stages = placement.compute_options, layout.pipe.size > 1
+        self.model, self.layout = model, layout
+        is_shared_out = layout.row.size * layout.sequence.size * layout.tensor.size > 1
+        self._is_exact = not (model.scales_by_largest and is_shared_out)
         self.noted = notes.Notes()
         if not self._is_exact:
             self.noted.add_lasting(notes.SCALES)
         if model.inseparable_rows and layout.row.size > 1:
             self.noted.add_lasting(notes.INSEPARABLE_ROWS)
-        self.compiler: Compiler | None = None  # for blocks; None: they run uncompiled
-        self._blocks: BlockCalls | None = None
+        self.noted.add_lasting(*notes_on_weights(layout))
+        # None if it was not requested or can compute nothing.
+        self.xfuser = self._start_xfuser() if placement.engine == "xfuser" else None
+        # The attention kernel that the user chose, instead of ComfyUI's own function.
+        self._wish = options.attention if self.xfuser is None else AUTO
+        self.kernel = "torch"  # over a ring, or chosen by the user; else ComfyUI's command line decides
+        if self._wish != AUTO:  # raises RequestError if it cannot run here
+            self.kernel = kernel_for(model.device, model.compute_dtype, self._wish).name
+            self._is_exact = self._is_exact and self._wish not in APPROXIMATE_KERNELS
+        if layout.ring.size > 1 and not in_stages:  # stages gather keys and do not run a ring
+            kernel = kernel_for(model.device, model.compute_dtype, self._wish, ring=True)
+            self.kernel = kernel.name
+            self.noted.add_lasting(*kernel.notes)
+            if model.attention in _FASTER_ATTENTION and kernel.name not in model.attention:
+                self.noted.add_lasting(notes.RING.format(kernel=kernel.name, own=model.attention))
+        self._exchange_dtype = options.exchange_dtype  # of the tensors that ranks exchange for attention
+        self._compiler = self._start_compiler() if options.compiles else None  # None: blocks run uncompiled
         self._bands: UNetBands | None = None
-        self.stages: ModuleStages | None = None  # under PipeFusion
-        self.xfuser: XfuserEngine | None = None  # if requested and able to compute something
-        self.wish = AUTO  # the attention kernel that the user chose
-        self.chosen: Replacement | None = None  # that kernel, instead of ComfyUI's own function
-        self.exchange_dtype = SAME  # of the tensors that ranks exchange for attention
         self._sends_tokens = layout.strategy.sends_tokens  # until a block does not allow it
         self.rounds = False  # True once an exchange of this request was rounded (exchange_dtype)
+        self.stages: ModuleStages | None = None  # under PipeFusion
+        if in_stages:
+            alone = replace(layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)  # all tokens on every rank
+            self.stages = ModuleStages(model, layout, self._blocks, self._block_calls(alone))
+
+    def _start_xfuser(self) -> XfuserEngine | None:
+        """Makes blocks attend by xfuser if tokens are shared out; otherwise notes why not. Collective."""
+        reason = why_not_xfuser(self.layout)
+        if not reason and not self.model.regions:
+            reason = f"the blocks of {type(self.model.module).__name__} are not described"
+        if not reason:
+            return XfuserEngine(self.layout, self.model.compute_dtype, self.noted.add)
+        self.noted.add_lasting(f"engine xfuser fell back to native: {reason}")
+        return None
+
+    def _start_compiler(self) -> Compiler | None:
+        """Returns what compiles blocks; notes which of them cannot be compiled."""
+        compiler, faults = start_compiler(self.model.device.type)
+        name, regions = type(self.model.module).__name__, self.model.regions
+        is_known = are_known(self.model.module, regions)
+        mixes = any(kind.whole for region in regions for kind in region.lists.values())
+        if faults:
+            self.noted.add_lasting(*faults)
+        elif not is_known:
+            self.noted.add_lasting(
+                f"blocks ran uncompiled: which parts of {name} are its blocks is not described"
+            )
+        elif mixes and self.layout.sequence.size > 1:
+            self.noted.add_lasting(
+                f"some blocks of {name} run uncompiled where tokens are shared out: processes meet inside of them "
+                f"outside of attention too"
+            )
+        return compiler if is_known else None
 
     def begin(self) -> None:
         """Begins a request: forgets what happened in the one before it."""
@@ -155,16 +149,9 @@ class ModuleForward:
         """True if its answers equal one device's, computed exactly."""
         return self._is_exact and not self.rounds
 
-    def use_kernel(self, name: str) -> None:
-        """Makes this kernel compute attention. Raises RequestError if it cannot run here."""
-        self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
-        self.wish, self.chosen = name, partial(attend_by, name)
-        if name in APPROXIMATE_KERNELS:
-            self._is_exact = False
-
     @property
     def compiles(self) -> bool:
-        return self.compiler is not None
+        return self._compiler is not None
 
     @property
     def engine(self) -> str:
@@ -172,17 +159,8 @@ class ModuleForward:
         return "xfuser" if self.xfuser is not None and self.xfuser.attended else "native"
 
     @cached_property
-    def known_blocks(self) -> list[nn.Module]:
-        """The blocks listed in the table; empty if this version of the module has different ones."""
-        paths = [path for region in self.model.regions for path in region.lists]
-        try:
-            return [
-                block
-                for path in paths
-                for block in cast(nn.ModuleList, self.model.module.get_submodule(path))
-            ]
-        except (AttributeError, TypeError):
-            return []
+    def _blocks(self) -> BlockCalls:
+        return self._block_calls(self.layout)
 
     @property
     def bytes_sent(self) -> int:
@@ -192,7 +170,8 @@ class ModuleForward:
         self, call: ModuleCall, cache: ModuleCache | None = None, keys: StaleKeyCache | None = None
     ) -> Answer:
         """Computes a call. `cache`: the sampling job's step cache; `keys`: stores keys for the patches that follow."""
-        with nullcontext() if self.chosen is None else attention_kernel(self.chosen):
+        chosen = nullcontext() if self._wish == AUTO else attention_kernel(partial(attend_by, self._wish))
+        with chosen:
             try:
                 return self._call(call, cache, keys)
             except OtherProjections as reason:  # raised on all ranks, in the first block
@@ -211,20 +190,13 @@ class ModuleForward:
             described = call.tokens in (STAY, BLOCK, ATTENTION) and self.model.regions
             if cache is None or not described:
                 return self._answer(call)
-            self._blocks = self._blocks or self._block_calls(self.layout)
             if not (outputs := self._blocks.cached_outputs()):
                 return self._answer(call)
             key = (call.prompts, self.layout.strategy)
             shared = call.tokens == STAY and self.layout.sequence.size > 1
-            vote = ReuseVote(self.layout, shared, self._leave_out_blocks)
+            vote = ReuseVote(self.layout, shared, (lambda: None) if sharding is None else sharding.rest)
             with cache.call(key, outputs, vote) as cached:
                 return self._answer(call, cached)
-
-    def lay_out_stages(self) -> None:
-        """Makes this rank compute one stage of the model (PipeFusion)."""
-        alone = replace(self.layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)  # all tokens on every rank
-        calls = self._block_calls(self.layout), self._block_calls(alone)
-        self.stages = ModuleStages(self.model, self.layout, *calls)
 
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: StaleKeyCache | None) -> Answer:
         self.model.begin_call()
@@ -234,10 +206,6 @@ class ModuleForward:
         elif self.layout.sequence.size > 1:
             self.noted.add(notes.STAGE_REPEATS)
         return answer
-
-    def _leave_out_blocks(self) -> None:
-        if self.model.byte_sharding is not None:
-            self.model.byte_sharding.rest()
 
     def _answer(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         if call.eager and not call.by_heads and self.layout.tensor.size > 1:
@@ -253,8 +221,8 @@ class ModuleForward:
             return self._by_rows(call, (self.layout.row,), compute)
         if call.tokens == BANDS:
             return self._by_rows(call, (self.layout.row,), self._compute_bands)
-        self._blocks = self._blocks or self._block_calls(self.layout)
-        return self._by_rows(call, (self.layout.row,), partial(self._compute_shared_out, cached=cached))
+        compute = partial(self._compute_shared_out, self._blocks, cached)
+        return self._by_rows(call, (self.layout.row,), compute)
 
     def _block_calls(self, layout: Layout) -> BlockCalls:
         if not self.model.regions:
@@ -262,8 +230,8 @@ class ModuleForward:
                 f"The tokens of {type(self.model.module).__name__} cannot be shared out: which arguments of its blocks "
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
-        run = run_unmodified if self.compiler is None else self.compiler.run_compiled
-        uneven = partial(SequenceAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
+        run = run_unmodified if self._compiler is None else self._compiler.run_compiled
+        uneven = partial(SequenceAttention, wish=self._wish, exchange_dtype=self._exchange_dtype)
         attention = uneven if self.xfuser is None else partial(UspAttention, self.xfuser)
         return BlockCalls(self.model, layout, run, attention)
 
@@ -302,21 +270,12 @@ class ModuleForward:
 
     def _compute_rows(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         """Computes a call of whole images, with compiled blocks if requested."""
-        if cached is not None:
-            assert self._blocks is not None, "it was asked for outputs of theirs"
+        if self._compiler is not None and call.eager and cached is None:
+            self.noted.add(notes.EAGER)
+        elif self._compiler is not None or cached is not None:
             with self._blocks.unsplit_call(cached):
                 return self._compute(call)
-        if self.compiler is None:
-            return self._compute(call)
-        if call.eager:
-            self.noted.add(notes.EAGER)
-            return self._compute(call)
-        run = self.compiler.run_compiled
-        with ExitStack() as restore:
-            for block in self.known_blocks:
-                block.forward = lambda *args, _block=block, **kwargs: run(_block, args, kwargs)
-                restore.callback(block.__dict__.pop, "forward")
-            return self._compute(call)
+        return self._compute(call)
 
     def _compute_bands(self, call: ModuleCall) -> Answer:
         """Splits rows over the sequence axis if they divide evenly, otherwise images into bands, or attention."""
@@ -343,25 +302,24 @@ class ModuleForward:
             with attention_by(queries.HeadAttention(self.layout)):
                 return self._compute_rows(call, cached)
         self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
-        with attention_by(queries.QueryAttention(self.layout)):
+        with attention_by(partial(queries.split_queries, self.layout)):
             return self._compute_rows(call, cached)
 
-    def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
-        assert self._blocks is not None, "they were made before the first collective"
+    def _compute_shared_out(self, blocks: BlockCalls, cached: CachedCall | None, call: ModuleCall) -> Answer:
         self._note_rounding()
         control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
             call = replace(call, kwargs=call.kwargs | {"control": control})
         # With paired projections another pack's code would see tokens of two ranks with half of the heads each.
-        plain = not call.eager and self.compiler is None and self.xfuser is None
-        self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
-        self._blocks.careful = call.careful
-        with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
+        plain = not call.eager and self._compiler is None and self.xfuser is None
+        blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
+        blocks.careful = call.careful
+        with blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
             return self._compute(call)
 
     def _note_rounding(self) -> None:
-        if self.exchange_dtype != SAME and self.xfuser is None:
+        if self._exchange_dtype != SAME and self.xfuser is None:
             self.rounds = True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
             self.noted.add(notes.ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))

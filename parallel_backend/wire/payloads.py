@@ -81,12 +81,14 @@ def check_module_inputs(latent: object, context: object, shapes: InputShapes) ->
     if isinstance(context, torch.Tensor) and context.numel() and context.shape[-1] != shapes.context:
         raise RequestError(
             f"the prompt: a prompt of width {context.shape[-1]} came, and {shapes.model} takes prompts of width "
-            f"{shapes.context}. Encode it with the text encoders of this model: {shapes.text_encoders}."
+            f"{shapes.context}. Encode it with the text encoders of this model: the text encoders that ComfyUI's own "
+            f"loader of this model goes with."
         )
     if isinstance(latent, torch.Tensor) and latent.ndim > 1 and latent.shape[1] < shapes.channels_in:
         raise RequestError(
             f"latent_image: a latent of {latent.shape[1]} channels came, and {shapes.model} takes "
-            f"{shapes.channels_in}. Use one of this model's own latent space: {shapes.latents}."
+            f"{shapes.channels_in}. Use one of this model's own latent space: the empty latent that ComfyUI has for "
+            f"this model."
         )
 
 

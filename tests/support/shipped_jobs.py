@@ -38,7 +38,7 @@ from parallel_backend.requests import STAY, InputShapes, ModelSpec
 from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.trials import NO_TRIALS, TrialPlan
 
-ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
+ANYTHING = InputShapes("a model", 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from parallel_backend.errors import RequestError
 from parallel_backend.requests import InputShapes
 from parallel_backend.wire.payloads import check_module_inputs
 
-TAKES = InputShapes("m.safetensors", 8, 4, 16, 16, "t5xxl", "Empty Latent")
+TAKES = InputShapes("m.safetensors", 8, 4, 16, 16)
 
 
-PROMPT = r"the prompt: a prompt of width 9 came, and m.safetensors takes prompts of width 8\. Encode it with .* t5xxl"
-LATENT = r"latent_image: a latent of 4 channels came, and m.safetensors takes 16\. Use .* space: Empty Latent"
+PROMPT = r"the prompt: a prompt of width 9 came, and m.safetensors takes prompts of width 8\. Encode it with the text"
+LATENT = r"latent_image: a latent of 4 channels came, and m.safetensors takes 16\. Use .* space: the empty"
 
 
 def test_what_was_made_for_another_model_is_refused_with_what_fits_this_one():

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from ...models.base import ModuleModel
 from ...models.tokens.regions import Projection, Projections, Tokens
 from ..comm.collectives import all_reduce
-from ..comm.groups import Layout
-from ..tokens.block_tokens import BlockTokens
 from ..tokens.region_blocks import BlockInputs
 from .sequence import SequenceAttention
 
@@ -50,13 +48,12 @@ class PairedProjections:
     _common: dict[str, int]
     _rotary: tuple[Any, Tokens] | None
     _model: ModuleModel
-    _tokens: BlockTokens
-    _layout: Layout
     _attention: SequenceAttention
 
     def __post_init__(self) -> None:
-        self._ulysses = self._layout.ulysses
-        self._first = self._layout.ring.index * RANKS  # index of the pair's first rank on the sequence axis
+        layout = self._attention.layout
+        self._ulysses = layout.ulysses
+        self._first = layout.ring.index * RANKS  # index of the pair's first rank on the sequence axis
         self._heads = _heads(self._block, self._words)
         self._rotated = self._inside = False
         self._arrived: tuple[Tensor, Tensor] | None = None  # (tokens sent, tokens received)
@@ -197,7 +194,7 @@ class PairedProjections:
             halves = [
                 apply(
                     [t.chunk(RANKS, dim)[rank] for t in tensors],
-                    self._tokens.share_of(share, argument, self._first + rank, self._common),
+                    self._attention.tokens.share_of(share, argument, self._first + rank, self._common),
                 )
                 for rank in range(RANKS)
             ]
@@ -207,11 +204,7 @@ class PairedProjections:
 
 
 def paired_projections(
-    inputs: BlockInputs,
-    model: ModuleModel,
-    tokens: BlockTokens,
-    layout: Layout,
-    attention: SequenceAttention,
+    inputs: BlockInputs, model: ModuleModel, attention: SequenceAttention
 ) -> PairedProjections | None:
     """Returns the projections of one call of a block, or None if ranks must exchange queries, keys and values instead:
     there are not two ranks, one has no token, or the block has unexpected layers or is not described. The result is the
@@ -220,7 +213,7 @@ def paired_projections(
     module, words = block.module, block.kind.projections
     if words is None or words.rotary not in (None, *block.names):
         return None
-    if layout.ulysses.size != RANKS or layout.tensor.size > 1:
+    if attention.layout.ulysses.size != RANKS or attention.layout.tensor.size > 1:
         return None
     try:
         modules = {layer.path: module.get_submodule(layer.path) for layer in words.layers}
@@ -243,7 +236,7 @@ def paired_projections(
         form = block.kind.arguments[words.rotary]
         assert isinstance(form, Tokens), "rotation goes by token"
         rotary = share, form
-    return PairedProjections(module, words, common, rotary, model, tokens, layout, attention)
+    return PairedProjections(module, words, common, rotary, model, attention)
 
 
 def _heads(block: nn.Module, words: Projections) -> int:

@@ -19,31 +19,24 @@ from ..comm.groups import Layout
 MIN_KEYS = 2048
 
 
-class QueryAttention:
-    """An attention.Replacement that splits the queries, for a whole call of a module. It is exact for any model,
-    because a query does not depend on other queries."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._axis, self._weights = layout.sequence, layout.sequence_shares
-
-    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
-        """Answers a call of attention, with the whole output on every rank. Collective if queries are split; the shapes
-        of q, k and mask decide that."""
-        mask, dim = call.mask, call.token_dim
-        queries, keys = call.q.shape[dim], call.k.shape[dim]
-        sizes = split_sizes(queries, self._axis.size, self._weights)
-        # A mask [a, keys] is ambiguous if there are as many queries as rows: some of ComfyUI's functions take `a` as
-        # queries, others as rows.
-        is_ambiguous = mask is not None and mask.ndim == 2 and mask.shape[0] == queries == call.q.shape[0]
-        if keys < MIN_KEYS or 0 in sizes or is_ambiguous:
-            return library(call)
-        local = slice_of(sizes, self._axis.index)
-        if mask is not None and mask.ndim > 1 and mask.shape[-2] == queries:
-            mask = mask[..., local, :]
-        q = call.q.narrow(dim, local.start, local.stop - local.start)
-        part = library(replace(call, q=q, mask=mask))
-        dim = 2 if call.skip_output_reshape else 1
-        return all_gather(part, sizes, self._axis, dim).contiguous()
+def split_queries(layout: Layout, library: Attend, call: AttentionCall) -> Tensor:
+    """Answers a call of attention with its queries split over the ranks; returns the whole output on every rank. It is
+    exact for any model, because a query does not depend on other queries. Collective if queries are split; the shapes
+    of q, k and mask decide that. For one layout, an attention.Replacement."""
+    axis, mask, dim = layout.sequence, call.mask, call.token_dim
+    queries, keys = call.q.shape[dim], call.k.shape[dim]
+    sizes = split_sizes(queries, axis.size, layout.sequence_shares)
+    # A mask [a, keys] is ambiguous if there are as many queries as rows: some of ComfyUI's functions take `a` as
+    # queries, others as rows.
+    is_ambiguous = mask is not None and mask.ndim == 2 and mask.shape[0] == queries == call.q.shape[0]
+    if keys < MIN_KEYS or 0 in sizes or is_ambiguous:
+        return library(call)
+    local = slice_of(sizes, axis.index)
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] == queries:
+        mask = mask[..., local, :]
+    q = call.q.narrow(dim, local.start, local.stop - local.start)
+    part = library(replace(call, q=q, mask=mask))
+    return all_gather(part, sizes, axis, 2 if call.skip_output_reshape else 1).contiguous()
 
 
 class HeadAttention:

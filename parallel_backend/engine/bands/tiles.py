@@ -12,7 +12,7 @@ from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
-from ..comm.collectives import all_to_all
+from ..comm.collectives import gather_on_first
 from ..comm.groups import Layouts
 from .vae import check_limit, frames_of
 
@@ -95,10 +95,7 @@ class TiledDecoder:
             if mine is None
             else vae.compute(tiles[mine]).flatten()
         )
-        others = (0,) * (world.world_size - 1)
-        if world.group is not None:
-            receive = sizes if world.rank == 0 else (0, *others)
-            tile = all_to_all(tile, (len(tile), *others), receive, self._layouts.everyone)
+        tile = gather_on_first(tile, sizes, self._layouts.everyone)
         if world.rank != 0:
             return
         for number, shape, part in zip(numbers, shapes, tile.split(sizes), strict=True):

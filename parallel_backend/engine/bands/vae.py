@@ -13,7 +13,7 @@ from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder
-from ..comm.collectives import all_gather, all_to_all
+from ..comm.collectives import all_gather, gather_on_first
 from ..comm.groups import ALONE, Axis, Layouts, Traffic
 from .row_bands import Bands, split_rows
 
@@ -102,11 +102,9 @@ class BandedNetwork:
         whole = (
             torch.empty(frames, sum(sizes), width, channels, dtype=band.dtype) if world.rank == 0 else None
         )
-        others = (0,) * (ranks - 1)
-        receive = sizes if world.rank == 0 else (0, *others)
         for number, frame in enumerate(band):
-            frame = frame.to(world.device).contiguous()  # some networks return frames in host memory
-            arrived = all_to_all(frame, (len(frame), *others), receive, axis)
+            # Some networks return frames in host memory.
+            arrived = gather_on_first(frame.to(world.device).contiguous(), sizes, axis)
             if whole is not None:
                 whole[number] = arrived
         return whole

@@ -77,8 +77,9 @@ class BlockCalls:
             yield
 
     @contextmanager
-    def unsplit_call(self, cached: CachedCall) -> Iterator[None]:
-        """Makes a call of the module with all tokens run only the blocks that `cached` requests, inside the context."""
+    def unsplit_call(self, cached: CachedCall | None) -> Iterator[None]:
+        """Makes a call of the module with all tokens run its blocks by `_run_block` inside the context, only those that
+        `cached` requests."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
                 in_region = self._cached(cached, region)
@@ -121,7 +122,7 @@ class BlockCalls:
         with ExitStack() as inside:
             inside.enter_context(attention_by(attention))
             if self.sends_tokens:
-                pair = paired_projections(inputs, self._model, tokens, self._layout, attention)
+                pair = paired_projections(inputs, self._model, attention)
                 if pair is not None:
                     attention.arrive_projected = pair.arrive
                     inside.enter_context(pair.installed())

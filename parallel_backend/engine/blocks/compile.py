@@ -43,7 +43,6 @@ class Compiler:
         self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         self._problems: dict[type[nn.Module], str] = {}  # why a class cannot be one graph
         self._left_out: dict[type[nn.Module], None] = {}  # those of them that ran since the last `take`
-        self._left_out_before: tuple[type[nn.Module], ...] = ()
         self._started = 0.0
         self._graphs, self._seconds, self._uncompiled, self._problem = 0, 0.0, 0, ""
 
@@ -70,23 +69,23 @@ class Compiler:
         return kind.forward(block, *args, **kwargs)
 
     def take(self) -> CompileStats:
-        """Returns the counts since the last call, and resets them."""
+        """Returns the counts since the last call, and resets them and `notes`."""
         done = CompileStats(self._graphs, self._seconds, self._uncompiled)
         self._graphs, self._seconds, self._uncompiled = 0, 0.0, 0
-        self._left_out_before, self._left_out = tuple(self._left_out), {}
+        self._left_out.clear()
         return done
 
-    def notes_on(self, done: CompileStats) -> list[str]:
-        """Returns notes for the user on what ran uncompiled. `done`: the result of the last `take`."""
+    def notes(self) -> list[str]:
+        """Returns notes for the user on what ran uncompiled since the last `take`."""
         if self._problem:
             return [f"torch.compile failed, so blocks ran uncompiled: {self._problem}; set compile to off"]
-        if self._left_out_before:
+        if self._left_out:
             return [
                 f"blocks {kind.__name__} ran uncompiled: torch.compile cannot make one graph of them "
                 f"({self._problems[kind]})"
-                for kind in self._left_out_before
+                for kind in self._left_out
             ]
-        if done.uncompiled:
+        if self._uncompiled:
             return [
                 f"some blocks ran uncompiled: {MAX_VERSIONS} versions of a block are the most, and this request would "
                 f"have needed another; stop the processes (sidebar tab Parallel) to begin anew, or set compile to off"

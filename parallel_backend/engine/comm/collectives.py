@@ -18,22 +18,16 @@ from .groups import Axis, is_gloo
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_to_all(
-    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis
-) -> Tensor:
-    """Sends rows of `send` [sum(send_sizes), …] to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
-    return start_all_to_all(send, send_sizes, receive_sizes, axis, overlaps=False)()
-
-
 def start_all_to_all(
     send: Tensor,
     send_sizes: tuple[int, ...],
     receive_sizes: tuple[int, ...],
     axis: Axis,
     *,
-    overlaps: bool = True,
+    overlaps: bool,
 ) -> Callable[[], Tensor]:
-    """Starts all_to_all; returns a function that waits for the result. `overlaps`: the caller computes meanwhile."""
+    """Starts to send rows of `send` [sum(send_sizes), …] to the ranks of the axis in order; returns a function that
+    waits for [sum(receive_sizes), …]. `overlaps`: the caller computes meanwhile."""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     axis.traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
@@ -48,6 +42,15 @@ def start_all_to_all(
         return received
 
     return arrive
+
+
+def gather_on_first(mine: Tensor, sizes: tuple[int, ...], axis: Axis) -> Tensor:
+    """Gathers [sizes[index], …] of each rank into [sum(sizes), …] on the first rank, and [0, …] on the others."""
+    if axis.group is None:
+        return mine
+    nothing = (0,) * (axis.size - 1)
+    receive = sizes if axis.index == 0 else (0, *nothing)
+    return start_all_to_all(mine, (len(mine), *nothing), receive, axis, overlaps=False)()
 
 
 def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = 0) -> Tensor:

@@ -143,6 +143,14 @@ def blocks_of(module: nn.Module, region: Region) -> list[Block]:
     return blocks
 
 
+def are_known(module: nn.Module, regions: Sequence[Region]) -> bool:
+    """Returns True if the table has regions of a module, and this version of it has their blocks."""
+    try:
+        return bool([blocks_of(module, region) for region in regions])
+    except RequestError:
+        return False
+
+
 def _other_version(module: nn.Module, reason: str) -> RequestError:
     return RequestError(
         f"The tokens of {type(module).__name__} cannot be shared out in this version of ComfyUI: {reason}. Set "

@@ -98,7 +98,7 @@ def _read(
     spec: ModelSpec, source: ComfyUISource, device: torch.device, peers: Sequence[torch.device]
 ) -> _Read:
     packed = is_gguf(spec.path)
-    opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
+    opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else map_tensors(spec.path)
     if source.part == "diffusion_model":
         tensors = without_prefix(tensors, metadata)
     file = inspect(spec.path)
@@ -131,7 +131,7 @@ def _sliced(module: nn.Module, part: ModelPart) -> dict[str, Cut]:
     return {f"diffusion_model.{name}": cut for name, cut in cuts.items()}
 
 
-def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
+def map_tensors(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
     """Returns (the file, its tensors, its metadata). A tensor is read from disk when it is used."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
@@ -186,16 +186,20 @@ def _load(
                 tensors, model_options=options, metadata=metadata
             )
     if patcher is None:
-        raise CheckpointError(
-            f"ComfyUI does not know what model {path} holds. Check that it is a diffusion model and not a LoRA, VAE or "
-            f"text encoder; for a new family of models, update ComfyUI."
-        )
+        raise unknown_model(path)
     for name, module in patcher.model.diffusion_model.named_modules():
         if vars(module).get("weight", module) is None:
             # ComfyUI builds a quantised layer whose weight is missing, and only logs that.
             raise CheckpointError(f"{path} is refused: it has no weight for {name}. Download the file again.")
     patcher = comfy.model_patcher.ModelPatcher(patcher.model, patcher.load_device, patcher.offload_device)
     return patcher, built
+
+
+def unknown_model(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"ComfyUI does not know what model {name} holds. Check that it is a diffusion model and not a LoRA, VAE or "
+        f"text encoder; for a new family of models, update ComfyUI."
+    )
 
 
 @contextmanager

@@ -189,8 +189,6 @@ class ComfyUIModelFile:
             pooled=self.pooled_width,
             channels_in=self.latent.channels,
             channels_out=self.latent.channels,
-            text_encoders="the text encoders that ComfyUI's own loader of this model goes with",
-            latents="the empty latent that ComfyUI has for this model",
         )
 
 

@@ -151,8 +151,6 @@ class FluxFile:
             pooled=self.dims.pooled_dim,
             channels_in=self.dims.in_channels // _PATCH,
             channels_out=self.dims.out_channels // _PATCH,
-            text_encoders="clip_l and t5xxl in DualCLIPLoader, type flux",
-            latents="EmptySD3LatentImage, or an image encoded with Flux.1's VAE, ae.safetensors",
         )
 
     def stored_key(self, key: str) -> str:

@@ -9,6 +9,7 @@ Norms, modulation and log-sum-exps are left out: they take a hundredth of a widt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -60,25 +61,20 @@ def held_weights(
 def _parts(
     dims: FluxDims, dtypes: Dtypes, blocks: frozenset[int], tensor_degree: int, shares: int, on_cpu: bool
 ) -> tuple[WeightPart, ...]:
-    """Returns a rank's parts. `shares`: number of ranks that each parameter is sharded over, 0 for no sharding."""
-    parts: dict[int | None, list[int]] = {None: [0, 0, 0, 0]} | {block: [0, 0, 0, 0] for block in blocks}
+    """Returns a rank's parts. `shares`: number of ranks that each part is sharded over, 0 for no sharding."""
+    sizes = {block: [0, 0, 0] for block in (None, *blocks)}  # private, mapped, cast
     for name, block, shape in _parameters(dims):
-        if block not in parts:
-            continue
-        kept = device_dtype(name, dtypes)
-        first, rest = _sliced(name, shape, tensor_degree)
-        size = first * rest * ITEMSIZE[kept]
-        totals = parts[block]
-        if shares:
-            totals[0] += -(-first // shares) * rest * ITEMSIZE[kept]
-            totals[2] += -(-first // shares) * shares * rest * ITEMSIZE[kept]
-        elif on_cpu and kept == dtypes.file and not (tensor_degree > 1 and name.endswith(_APART)):
-            totals[1] += size
-        else:
-            totals[0] += size
-        if kept != dtypes.compute and name.endswith(".weight"):
-            totals[3] = max(totals[3], first * rest * ITEMSIZE[dtypes.compute])
-    return tuple(WeightPart(block, *totals) for block, totals in parts.items())
+        if block in sizes:
+            kept, numbers = device_dtype(name, dtypes), _sliced_numbers(name, shape, tensor_degree)
+            is_copied = bool(shares) or (tensor_degree > 1 and name.endswith(_APART))
+            is_mapped = on_cpu and kept == dtypes.file and not is_copied
+            sizes[block][is_mapped] += numbers * ITEMSIZE[kept]
+            if kept != dtypes.compute and name.endswith(".weight"):
+                sizes[block][2] = max(sizes[block][2], numbers * ITEMSIZE[dtypes.compute])
+    return tuple(
+        WeightPart(block, share := -(-private // (shares or 1)), mapped, share * shares, cast)
+        for block, (private, mapped, cast) in sizes.items()
+    )
 
 
 @lru_cache(maxsize=16)
@@ -94,19 +90,18 @@ def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]]
     return tuple(found)
 
 
-def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
-    """Returns (rows, elements per row) of a rank's slice of a parameter."""
-    rows, rest = shape[0], shape[1] if len(shape) > 1 else 1
+def _sliced_numbers(name: str, shape: tuple[int, ...], degree: int) -> int:
+    """Returns how many numbers a rank's slice of a parameter has."""
     block, _, kind = name.rpartition(".")
     listed, _, path = block.partition(".")
     layer, sliced = path.partition(".")[2], _SLICED.get(listed)
-    if degree == 1 or sliced is None:
-        return rows, rest
-    if layer in sliced.joined or any(layer in branch.into for branch in sliced.branches):
-        return rows // degree, rest
-    if kind == "weight" and any(layer == branch.out for branch in sliced.branches):
-        return rows, rest // degree
-    return rows, rest
+    if sliced is not None and (
+        layer in sliced.joined
+        or any(layer in branch.into for branch in sliced.branches)
+        or (kind == "weight" and any(layer == branch.out for branch in sliced.branches))
+    ):
+        return math.prod(shape) // degree
+    return math.prod(shape)
 
 
 def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Iterator[MemoryPeak]:

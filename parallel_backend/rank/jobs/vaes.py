@@ -137,7 +137,7 @@ def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder
     dtype = torch.float32 if device.type == "cpu" else half.dtype
     latent = half.latent_channels, half.latent_dims
     if half.encodes:
-        encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, device)
+        encoder = ComfyUIVaeEncoder(half.module, *latent, dtype, device, half.scale, half.in_channels)
         return BandedNetwork(encoder, layouts)
     found = known(half.module)
     if found is not None and found.way is VaeMode.TILES:

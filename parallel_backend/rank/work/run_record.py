@@ -33,8 +33,8 @@ def run_record(
     if forward.compiles:
         from ...engine.blocks.compile import compiler
 
+        notes += compiler().notes()
         compiled = compiler().take()
-        notes += compiler().notes_on(compiled)
     return RunInfo(
         engine=forward.engine,
         strategy=placement.strategy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(rows):
         return call.q
 
     def calls(world):
-        attend = queries.QueryAttention(Layouts(world).get(ULYSSES_2))
+        attend = partial(queries.split_queries, Layouts(world).get(ULYSSES_2))
         q = random(rows, 5, 8)
         attend(library, AttentionCall(q, q, q, 2, mask=torch.ones(5, 5)))
         return [list(one) for one in seen]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 def encoder(name, layouts, dtype=torch.float32):
     case, device = CASES[name], layouts.world.device
-    half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, device)
+    half = ComfyUIVaeEncoder(build(name), case.channels, case.dims, dtype, device, case.scale)
     return BandedNetwork(half, layouts)
 
 

@@ -50,7 +50,7 @@ def test_a_decoder_waits_for_its_rows_alone(name, monkeypatch):
 @pytest.mark.parametrize("name", video_vaes.CASES)
 def test_an_encoder_waits_for_its_rows_alone(name, monkeypatch):
     case = video_vaes.CASES[name]
-    encoder = ComfyUIVaeEncoder(case.build(), case.scale, 3, case.channels, case.dims, torch.float32, DEVICE)
+    encoder = ComfyUIVaeEncoder(case.build(), case.channels, case.dims, torch.float32, DEVICE, case.scale)
     frames = (encoder.few_frames,) if case.dims == 3 else ()
     pixels = random(3, *frames, 4 * case.scale, 2 * case.scale)
     found = on_rank(monkeypatch, lambda layouts: BandedNetwork(encoder, layouts), pixels)

@@ -89,14 +89,14 @@ def sample_many_sizes(world, path):
     torch._dynamo.config.recompile_limit = many.graphs // 2
     one_more = request((8, 12), 4.0, 2, steps=1)
     off = relative_difference(run_plain(compiled, one_more), run_plain(plain, one_more))
-    beyond = compiler.take()
+    notes, beyond = compiler.notes(), compiler.take()
     again = request(sizes[0], 1.0, 1, positive_tokens=5, steps=1)
     run_plain(compiled, again)
     return [
         [many.graphs, many.uncompiled],
         [beyond.graphs, beyond.uncompiled],
         off,
-        compiler.notes_on(beyond),
+        notes,
         [compiler.take().uncompiled],
     ]
 
@@ -119,7 +119,7 @@ def sample_with_a_compiler_that_fails(world, path):
     compiling.compiler = lambda: compiler
     plain, compiled = both_ways(jobs := PlainJobs(Layouts(world)), path)
     off = relative_difference(run_plain(compiled, CASE), run_plain(plain, CASE))
-    notes = compiler.notes_on(compiler.take())
+    notes = compiler.notes()
 
     def does_not_start():
         raise RuntimeError("torch.compile is not supported on Python 3.99+")

@@ -58,8 +58,8 @@ def compiled_and_plain(world, case, calls):
             forward(ModuleCall(*copy.deepcopy((args, kwargs)), size[0], tokens))
             for forward in (plain, compiled)
         )
+        notes = [*compiled.notes, *compiling.compiler().notes()]
         done = compiling.compiler().take()
-        notes = [*compiled.notes, *compiling.compiler().notes_on(done)]
         assert not any("forward" in part.__dict__ for part in model.module.modules()), (
             "a call leaves no trace"
         )

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,13 @@ _TOP = {
 class _ComfyUIFirst(MetaPathFinder):
     """Finds ComfyUI's modules in its folder, before modules of the same names elsewhere on the path."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: str) -> None:
         self._root = root
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        return None if path is not None or name not in _TOP else _spec_in(self._root, name, name)
+        return None if path is not None or name not in _TOP else _spec_in([self._root], name)
 
 
 class _Quiet:
@@ -94,7 +94,7 @@ class Packages:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._own, self._packs, self._waiting = f"{own}.", dict(packs), waiting
-        _put_comfyui_first(Path(comfyui))
+        _put_comfyui_first(comfyui)
         sys.path += [entry for entry in search_path if entry and entry not in sys.path]
         folder_paths = importlib.import_module("folder_paths")
         for name, value in folders.items():
@@ -166,18 +166,18 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _put_comfyui_first(root: Path) -> None:
+def _put_comfyui_first(root: str) -> None:
     if any(isinstance(finder, _ComfyUIFirst) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _ComfyUIFirst(root))
     server: Any = types.ModuleType("server")
-    server.__file__ = str(root / "server.py")
+    server.__file__ = f"{root}/server.py"
     server.PromptServer = type("PromptServer", (_Quiet,), {"instance": _Quiet()})
     server.BinaryEventTypes = _Quiet()
     server.__getattr__ = _Quiet().__getattr__
     sys.modules["server"] = server
     for name in _TOP & set(sys.modules):
-        if not (getattr(sys.modules[name], "__file__", None) or "").startswith(str(root)):
+        if not (getattr(sys.modules[name], "__file__", None) or "").startswith(root):
             del sys.modules[name]
 
 
@@ -186,25 +186,16 @@ def _import_below(pack: str, name: str) -> None:
     above = pack
     for part in name[len(pack) + 1 :].split("."):
         parent, above = sys.modules[above], f"{above}.{part}"
-        if above in sys.modules:
-            continue
-        specs = (_spec_in(Path(folder), part, above) for folder in getattr(parent, "__path__", ()))
-        _execute(above, next((spec for spec in specs if spec is not None), None))
-        setattr(parent, part, sys.modules[above])
+        if above not in sys.modules:
+            _execute(above, _spec_in(getattr(parent, "__path__", []), above))
+            setattr(parent, part, sys.modules[above])
 
 
-def _spec_in(folder: Path, part: str, name: str) -> ModuleSpec | None:
-    package, file = folder / part, folder / f"{part}.py"
-    if (package / "__init__.py").is_file():
-        return importlib.util.spec_from_file_location(
-            name, package / "__init__.py", submodule_search_locations=[str(package)]
-        )
-    if file.is_file():
-        return importlib.util.spec_from_file_location(name, file)
-    if not package.is_dir():
-        return None
-    spec = ModuleSpec(name, None, is_package=True)
-    spec.submodule_search_locations = [str(package)]
+def _spec_in(folders: Sequence[str], name: str) -> ModuleSpec | None:
+    """Returns the spec of the module in `folders` that is named like the last part of `name`."""
+    spec = PathFinder.find_spec(name, folders)
+    if spec is not None and spec.loader is None:  # a folder without __init__.py, which would follow sys.path
+        spec.submodule_search_locations = list(spec.submodule_search_locations or ())
     return spec
 
 

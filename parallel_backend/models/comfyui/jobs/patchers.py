@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partialmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -16,7 +15,6 @@ from ..placing import moved
 from .mapped import find_in
 
 if TYPE_CHECKING:
-    from ...base import WeightSharding
     from ..file_weights import FileWeights
     from ..model import ComfyUIModel
 
@@ -24,6 +22,11 @@ _OWNED = ("weight", "bias")
 _SHARED_SLICES = (
     "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
     "tensor_degree to 1."
+)
+
+
+_Patcher: Any = (
+    object  # stands for ComfyUI's ModelPatcher or its subclass, before which the classes below are mixed in
 )
 
 
@@ -39,29 +42,14 @@ def root_patcher(model: ComfyUIModel) -> Any:
     records which patches are in the weights."""
     from comfy.model_patcher import ModelPatcher
 
-    base: Any = model.patcher.model
-    is_sharded = model.byte_sharding is not None
-    # ComfyUI asks how many prompts fit into a call, and how much of the weights onto the device. The planner has
-    # decided both.
-    members: dict[str, Any] = {
-        "get_free_memory": lambda self, device: sys.maxsize,
-        "model_size": lambda self: 1,
-        "loaded_size": lambda self: 1,
-    }
-    if is_sharded:
-        load = partialmethod(_load_sharded, model.byte_sharding)
-        members |= {"load": load, "pin_weight_to_device": lambda self, key: None}
-    if is_sharded or any(is_packed(parameter) for parameter in base.parameters()):
-        members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
+    mixins: list[type] = [_Root]
+    if model.byte_sharding is not None:
+        mixins.insert(0, _Sharded)
+    elif any(is_packed(parameter) for parameter in model.patcher.model.parameters()):
+        mixins.insert(0, _LateHooks)
     if model.cuts:
-        members |= {
-            "patch_weight_to_device": partialmethod(_patch_slice, ModelPatcher, model),
-            "patch_hook_weight_to_device": partialmethod(_patch_hook_slice, ModelPatcher, model),
-            "load": partialmethod(_load_slices, model.byte_sharding, frozenset(model.cuts)),
-        }
-        if "patch_hooks" in members:
-            members["patch_hooks"] = _refuse_hooks
-    kind: Any = _kind_of(ModelPatcher, members, model.files)
+        mixins.insert(0, _Sliced)
+    kind: Any = _kind_of(ModelPatcher, *mixins, held=model, files=model.files)
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
     return found
@@ -70,7 +58,7 @@ def root_patcher(model: ComfyUIModel) -> Any:
 def encoder_patcher(kind: type, module: Any, device: torch.device) -> Any:
     """Returns a patcher of class `kind` for a text encoder. ComfyUI's memory manager moves its weights to `device` and
     back."""
-    return _kind_of(kind, {})(module, load_device=device, offload_device=torch.device("cpu"))
+    return _kind_of(kind, _InRank)(module, load_device=device, offload_device=torch.device("cpu"))
 
 
 def local_patcher(root: Any, state: Sequence[str]) -> Any:
@@ -116,201 +104,200 @@ def find_unpatched(patcher: Any, kind: str, path: str) -> Any:
     return find_in(patcher.model, kind, path) if backup is None else backup.weight
 
 
-def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None = None) -> type:
-    """Returns a subclass of the patcher class `base` for a rank, with `members` added. `files`: reads the model's
-    weights again, None if that is not possible."""
-    found: dict[str, Any] = {
-        "__module__": base.__module__,
-        "load": _outside_inference_mode(base, "load"),
-        "unpatch_model": partialmethod(_unpatch_model, _outside_inference_mode(base, "unpatch_model"), files),
-        "patch_weight_to_device": partialmethod(_patch_weight, base, files),
-        "patch_hook_weight_to_device": partialmethod(_patch_hook_weight, base),
-        "model_state_dict": _outside_inference_mode(base, "model_state_dict"),
-        **members,
-    }
-    return type(base.__name__, (base,), found)
+def _kind_of(base: type, *mixins: type, **members: Any) -> type:
+    return type(base.__name__, (*mixins, base), {"__module__": base.__module__, **members})
 
 
-def _outside_inference_mode(base: type, name: str) -> Callable[..., Any]:
-    """Wraps a method of `base` to run outside of inference mode, where it can create quantised parameters."""
+class _InRank(_Patcher):
+    """A patcher in a rank. `files`: reads the model's weights again, None if that is not possible."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return getattr(base, name)(self, *args, **kwargs)
+    files: FileWeights | None = None
 
-    return method
+    # Outside of inference mode ComfyUI can create quantised parameters.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        super().load(*args, **kwargs)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def model_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().model_state_dict(*args, **kwargs)
 
-def _unpatch_model(
-    self: Any,
-    unpatch: Callable[..., Any],
-    files: FileWeights | None,
-    device_to: Any = None,
-    unpatch_weights: bool = True,
-) -> Any:
-    """Loads weights whose backup is the file from there, and leaves the rest to ComfyUI."""
-    if unpatch_weights and files is not None:
-        self.unpatch_hooks()  # first: its backups are weights with the job's own patches
-        again = [key for key, backup in self.backup.items() if files.is_original(key, backup.weight)]
-        files.put(again)
-        for key in again:
-            del self.backup[key]
-    return unpatch(self, device_to, unpatch_weights)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Loads weights whose backup is the file from there, and leaves the rest to ComfyUI."""
+        if unpatch_weights and self.files is not None:
+            self.unpatch_hooks()  # first: its backups are weights with the job's own patches
+            again = [key for key, backup in self.backup.items() if self.files.is_original(key, backup.weight)]
+            self.files.put(again)
+            for key in again:
+                del self.backup[key]
+        super().unpatch_model(device_to, unpatch_weights)
 
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        """Patches a weight that this rank has. A packed one (GGUF) is unpacked first, since nothing can pack it again,
+        and is itself the backup. For a weight with the file's values, the mapped parameter is the backup: one on the
+        device would take as much memory as the weight."""
+        from comfy.utils import get_attr, set_attr_param
 
-def _patch_weight(
-    self: Any, base: Any, files: FileWeights | None, key: str, *args: Any, **kwargs: Any
-) -> Any:
-    """Patches a weight that this rank has. A packed one (GGUF) is unpacked first, since nothing can pack it again, and
-    is itself the backup. For a weight with the file's values, the mapped parameter is the backup: one on the device
-    would take as much memory as the weight."""
-    from comfy.utils import get_attr, set_attr_param
-
-    weight = get_attr(self.model, key)
-    if weight.numel() == 0:
-        return None
-    if key in self.patches and is_packed(weight):
-        self.backup.setdefault(key, _Backup(weight, False))
-        set_attr_param(self.model, key, unpacked(weight))
-    elif key in self.patches and files is not None and (original := files.original(key)) is not None:
-        self.backup.setdefault(key, _Backup(original, False))
-    return base.patch_weight_to_device(self, key, *args, **kwargs)
-
-
-def _patch_slice(self: Any, base: Any, model: ComfyUIModel, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Patches the whole weight from the file, as ComfyUI does, and gives the model this rank's slice of the result."""
-    from comfy.utils import get_attr, set_attr_param
-
-    weight = get_attr(self.model, key)
-    if weight is None:
-        return None  # another rank has this bias
-    cut = model.cuts.get(key)
-    if cut is None or key not in self.patches:
-        return base.patch_weight_to_device(self, key, *args, **kwargs)
-    self.backup.setdefault(key, _Backup(weight, False))
-    set_attr_param(self.model, key, _whole(model, key, weight))
-    patched = base.patch_weight_to_device(self, key, *args, **kwargs)
-    set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
-    return patched
-
-
-def _whole(model: ComfyUIModel, key: str, part: torch.Tensor) -> nn.Parameter:
-    """Returns a weight of the file like `part`, this rank's slice of it."""
-    return moved(cast(nn.Parameter, model.originals[key]), part.device, part.dtype, None)
-
-
-def _load_slices(
-    self: Any, sharding: WeightSharding | None, cuts: frozenset[str], *args: Any, **kwargs: Any
-) -> None:
-    """Loads slices, or refuses patches that need whole weights. `sharding`: None without shard_weights."""
-    from comfy.model_patcher import ModelPatcher
-
-    if wrapped := cuts & self.weight_wrapper_patches.keys():
-        raise RequestError(
-            f"A node puts a function of its own around {min(wrapped)}, of which each device has a part; set "
-            f"tensor_degree to 1."
-        )
-    if sharding is None:
-        return _outside_inference_mode(ModelPatcher, "load")(self, *args, **kwargs)
-    if cuts & self.patches.keys():
-        raise RequestError(_SHARED_SLICES)
-    return _load_sharded(self, sharding, *args, **kwargs)
-
-
-def _refuse_hooks(self: Any, hooks: Any) -> None:
-    if hooks is not None and self.get_combined_hook_patches(hooks=hooks):
-        raise RequestError(_SHARED_SLICES)
-    self.current_hooks = hooks
-
-
-def _patch_hook_slice(
-    self: Any,
-    base: Any,
-    model: ComfyUIModel,
-    hooks: Any,
-    combined_patches: Any,
-    key: str,
-    original_weights: dict[str, Any],
-    memory_counter: Any,
-) -> None:
-    """Patches the whole weight from the file with the job's LoRAs and a prompt's (hooks), and gives the model this
-    rank's slice of the result."""
-    from comfy.utils import get_attr, set_attr_param
-
-    cut = model.cuts.get(key)
-    if cut is not None:
         weight = get_attr(self.model, key)
-        self.hook_backup.setdefault(key, (weight, weight.device))
-        whole = _whole(model, key, weight)
-        original_weights[key][0] = (whole, *original_weights[key][0][1:])
-        # ComfyUI writes the result into the weight, and this one may be the mapped file.
-        set_attr_param(self.model, key, whole if key in self.patches else whole.clone())
-        if key in self.patches:
-            base.patch_weight_to_device(self, key)
-    base.patch_hook_weight_to_device(self, hooks, combined_patches, key, original_weights, memory_counter)
-    if cut is not None:
-        set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
-        if (cached := self.cached_hook_patches.get(hooks, {}).get(key)) is not None:
-            self.cached_hook_patches[hooks][key] = (cut.of(cached[0]), cached[1])
+        if weight.numel() == 0:
+            return None
+        if key in self.patches and is_packed(weight):
+            self.backup.setdefault(key, _Backup(weight, False))
+            set_attr_param(self.model, key, unpacked(weight))
+        elif (
+            key in self.patches
+            and self.files is not None
+            and (original := self.files.original(key)) is not None
+        ):
+            self.backup.setdefault(key, _Backup(original, False))
+        return super().patch_weight_to_device(key, *args, **kwargs)
+
+    def patch_hook_weight_to_device(
+        self, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Patches a weight with a prompt's LoRA (hooks), if this rank has the weight."""
+        from comfy.utils import get_attr
+
+        if get_attr(self.model, key).numel():
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
 
-def _patch_hook_weight(
-    self: Any, base: Any, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
-) -> None:
-    """Patches a weight with a prompt's LoRA (hooks), if this rank has the weight."""
-    from comfy.utils import get_attr
+class _Root(_InRank):
+    """The patcher of the model that the rank holds, `held`. ComfyUI asks it how many prompts fit into a call, and how
+    much of the weights onto the device. The planner has decided both."""
 
-    if get_attr(self.model, key).numel():
-        base.patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs)
+    held: ComfyUIModel
+
+    def get_free_memory(self, device: Any) -> int:
+        return sys.maxsize
+
+    def model_size(self) -> int:
+        return 1
+
+    def loaded_size(self) -> int:
+        return 1
 
 
-def _load_sharded(
-    self: Any, sharding: WeightSharding, device_to: Any = None, *unused: Any, **options: Any
-) -> None:
+class _LateHooks(_Patcher):
+    """Applies the LoRAs of a prompt's hooks when a weight is used, after those of the whole job."""
+
+    def patch_hooks(self, hooks: Any) -> None:
+        from comfy.model_patcher import LowVramPatch
+
+        self.unpatch_hooks()
+        if hooks is not None:
+            patches = self.get_combined_hook_patches(hooks=hooks)
+            for key in patches:
+                self.hook_backup[key] = LowVramPatch(key, patches)
+                _functions_of(self, key).append(self.hook_backup[key])
+        self.current_hooks = hooks
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        for key, function in self.hook_backup.items():
+            functions = _functions_of(self, key)
+            if function in functions:
+                functions.remove(function)
+        self.hook_backup.clear()
+        self.current_hooks = None
+
+
+class _Sharded(_LateHooks):
     """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
-    import comfy.lora
-    from comfy.model_patcher import ModelPatcher
-    from comfy.utils import get_attr
 
-    # ComfyUI lists the modules whose weights it patches: those without others inside.
-    listed = {f"{name}.{own}" for *_, name, _, parameters in self._load_list() for own in parameters}
-    for key in listed & self.patches.keys():
-        _functions_of(self, key)
-    sharding.show_shapes({})
-    if hasattr(comfy.lora, "calculate_shape"):  # ComfyUI before 0.14 has none
-        weights = {key: get_attr(self.model, key) for key in self.patches}
-        sharding.show_shapes(
-            {
+    def load(self, device_to: Any = None, *unused: Any, **options: Any) -> None:
+        import comfy.lora
+        from comfy.utils import get_attr
+
+        # ComfyUI lists the modules whose weights it patches: those without others inside.
+        listed = {f"{name}.{own}" for *_, name, _, parameters in self._load_list() for own in parameters}
+        for key in listed & self.patches.keys():
+            _functions_of(self, key)
+        sharding = self.held.byte_sharding
+        sharding.show_shapes({})
+        if hasattr(comfy.lora, "calculate_shape"):  # ComfyUI before 0.14 has none
+            weights = {key: get_attr(self.model, key) for key in self.patches}
+            shapes = {
                 key.removeprefix("diffusion_model."): comfy.lora.calculate_shape(
                     self.patches[key], weight, key
                 )
                 for key, weight in weights.items()
                 if weight is not None  # a bias that another rank has
             }
-        )
-    ModelPatcher.load(self, device_to, 0, False, False)
+            sharding.show_shapes(shapes)
+        super().load(device_to, 0, False, False)
+
+    def pin_weight_to_device(self, key: str) -> None:
+        pass
 
 
-def _patch_hooks_late(self: Any, hooks: Any) -> None:
-    """Adds the LoRAs of a prompt's hooks, which are applied when a weight is used, after those of the whole job."""
-    from comfy.model_patcher import LowVramPatch
+class _Sliced(_Patcher):
+    """Patches weights of which each rank has a slice (tensor parallelism): the whole weight from the file, as ComfyUI
+    does, of which the model then gets this rank's slice. Refuses patches on slices that are sharded as well."""
 
-    _unpatch_hooks_late(self)
-    if hooks is not None:
-        patches = self.get_combined_hook_patches(hooks=hooks)
-        for key in patches:
-            self.hook_backup[key] = LowVramPatch(key, patches)
-            _functions_of(self, key).append(self.hook_backup[key])
-    self.current_hooks = hooks
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        if wrapped := self.held.cuts.keys() & self.weight_wrapper_patches.keys():
+            raise RequestError(
+                f"A node puts a function of its own around {min(wrapped)}, of which each device has a part; set "
+                f"tensor_degree to 1."
+            )
+        if self.held.byte_sharding is not None and self.held.cuts.keys() & self.patches.keys():
+            raise RequestError(_SHARED_SLICES)
+        super().load(*args, **kwargs)
 
+    def patch_hooks(self, hooks: Any) -> None:
+        is_late = isinstance(self, _LateHooks)
+        if is_late and hooks is not None and self.get_combined_hook_patches(hooks=hooks):
+            raise RequestError(_SHARED_SLICES)
+        super().patch_hooks(hooks)
 
-def _unpatch_hooks_late(self: Any, whitelist_keys_set: set[str] | None = None) -> None:
-    for key, function in self.hook_backup.items():
-        functions = _functions_of(self, key)
-        if function in functions:
-            functions.remove(function)
-    self.hook_backup.clear()
-    self.current_hooks = None
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        from comfy.utils import get_attr, set_attr_param
+
+        weight, cut = get_attr(self.model, key), self.held.cuts.get(key)
+        if weight is None:
+            return None  # another rank has this bias
+        if cut is None or key not in self.patches:
+            return super().patch_weight_to_device(key, *args, **kwargs)
+        self.backup.setdefault(key, _Backup(weight, False))
+        set_attr_param(self.model, key, self._whole(key, weight))
+        patched = super().patch_weight_to_device(key, *args, **kwargs)
+        set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
+        return patched
+
+    def patch_hook_weight_to_device(
+        self,
+        hooks: Any,
+        combined_patches: Any,
+        key: str,
+        original_weights: dict[str, Any],
+        memory_counter: Any,
+    ) -> None:
+        """Patches the whole weight with the job's LoRAs and a prompt's (hooks)."""
+        from comfy.utils import get_attr, set_attr_param
+
+        cut = self.held.cuts.get(key)
+        if cut is not None:
+            weight = get_attr(self.model, key)
+            self.hook_backup.setdefault(key, (weight, weight.device))
+            whole = self._whole(key, weight)
+            original_weights[key][0] = (whole, *original_weights[key][0][1:])
+            # ComfyUI writes the result into the weight, and this one may be the mapped file.
+            set_attr_param(self.model, key, whole if key in self.patches else whole.clone())
+            if key in self.patches:
+                super().patch_weight_to_device(key)
+        super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
+        if cut is not None:
+            set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
+            if (cached := self.cached_hook_patches.get(hooks, {}).get(key)) is not None:
+                self.cached_hook_patches[hooks][key] = (cut.of(cached[0]), cached[1])
+
+    def _whole(self, key: str, part: torch.Tensor) -> nn.Parameter:
+        """Returns a weight of the file like `part`, this rank's slice of it."""
+        return moved(cast(nn.Parameter, self.held.originals[key]), part.device, part.dtype, None)
 
 
 def _functions_of(patcher: Any, key: str) -> list[Any]:

@@ -25,21 +25,13 @@ class RowSpan(nn.Module):
     """Tells a network which of an image's rows it computes. `span`: its own number of rows -> (rows of each rank, its
     index among them)."""
 
-    span: Callable[[int], tuple[tuple[int, ...], int]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.span = lambda mine: ((mine,), 0)
+    span: Callable[[int], tuple[tuple[int, ...], int]] = staticmethod(lambda mine: ((mine,), 0))
 
 
 class RowAttention(nn.Module):
     """Attention from the positions in this rank's rows to all rows. `gather`: [..., rows, W] -> [..., H, W]."""
 
-    gather: Callable[[Tensor], Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gather = lambda mine: mine
+    gather: Callable[[Tensor], Tensor] = staticmethod(lambda mine: mine)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns [B, C, ..., rows, W] of queries, keys and values of that shape, with one head."""

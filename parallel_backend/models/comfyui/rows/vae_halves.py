@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +17,32 @@ from .vae_adjustments import adjust, reproducible
 _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
+@dataclass(eq=False)
 class ComfyUIHalf:
     """A VAE's decoder or encoder on one rank's device. `network`: ComfyUI's; it is cast to `compute_dtype`, loses the
     attributes in `other_half`, and its attention sees all rows. `latent_dims`: 2 for images [B, C, h, w], 3 for videos
     [B, C, t, h, w]; `steps`: number of progress steps of a decode or encode; `unit`: rows of its input per row of the
     latent."""
 
-    steps = STEPS
-    unit = 1
-    other_half: Sequence[str]
+    network: Any
+    latent_channels: int
+    latent_dims: int
+    compute_dtype: torch.dtype
+    device: torch.device
+    unit: int = 1
 
-    def __init__(
-        self,
-        network: nn.Module,
-        latent_channels: int,
-        latent_dims: int,
-        compute_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    steps: ClassVar[int] = STEPS
+    other_half: ClassVar[Sequence[str]]
+
+    def __post_init__(self) -> None:
         for part in self.other_half:
-            if hasattr(network, part):
-                delattr(network, part)
-        for layer in network.modules():
+            if hasattr(self.network, part):
+                delattr(self.network, part)
+        for layer in self.network.modules():
             for attention in _ATTENTION:
                 if hasattr(layer, attention):
                     setattr(layer, attention, RowAttention())
-        self.network: Any = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
-        self.latent_channels = latent_channels
-        self.latent_dims = latent_dims
-        self.compute_dtype = compute_dtype
-        self.device = device
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Prepares the network further; for subclasses."""
+        self.network.to(device=self.device, dtype=self.compute_dtype).eval().requires_grad_(False)
 
     @property
     def step_layers(self) -> Sequence[nn.Module]:
@@ -66,7 +59,8 @@ class ComfyUIVae(ComfyUIHalf):
 
     other_half = ENCODER_ALONE
 
-    def _prepare(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         adjust(self.network, self.compute_dtype)
         self._found = known(self.network)
         self._frames_are_a_batch = frames_are_a_batch(self.network)
@@ -164,26 +158,18 @@ class TiledComfyUIVae(ComfyUIVae):
             del network._decode_pixels
 
 
+@dataclass(eq=False)
 class ComfyUIVaeEncoder(ComfyUIHalf):
     """An encoder that is exact in bands of rows; it calls the network's encode(). `unit`: pixels per latent position
     along a side, of which its inputs' sides are multiples; `in_channels`: channels of a pixel; `few_frames`: number of
     frames of a short valid video."""
 
+    in_channels: int = 3
+
     other_half = DECODER_ALONE
 
-    def __init__(
-        self,
-        network: nn.Module,
-        unit: int,
-        in_channels: int,
-        latent_channels: int,
-        latent_dims: int,
-        compute_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(network, latent_channels, latent_dims, compute_dtype, device)
-        self.unit = unit
-        self.in_channels = in_channels
+    def __post_init__(self) -> None:
+        super().__post_init__()
         causal = getattr(self.network.encoder, "refiner_vae", True)
         self.few_frames = 5 if causal else 4  # two latent frames, or one
 
