@@ -50,21 +50,14 @@ STRATEGIES = {
     4: [
         ParallelStrategy(ring_degree=2, ulysses_degree=2),
         ParallelStrategy(ring_degree=2, ulysses_degree=2, sends_tokens=True),
-        ParallelStrategy(ring_degree=4),
-        ParallelStrategy(ring_degree=4, shard_weights=True),
-        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
         ParallelStrategy(cfg_degree=2, ulysses_degree=2, device_shares=(3, 1, 1, 2)),
         ParallelStrategy(cfg_degree=2, ring_degree=2, shard_weights=True),
         ParallelStrategy(pipefusion_degree=2, cfg_degree=2),
         ParallelStrategy(pipefusion_degree=2, ring_degree=2, device_shares=(1, 1, 1, 30)),
-        ParallelStrategy(tensor_degree=4),
         ParallelStrategy(tensor_degree=2, ulysses_degree=2),
-        ParallelStrategy(tensor_degree=2, ring_degree=2),
         ParallelStrategy(tensor_degree=2, ring_degree=2, device_shares=(3, 3, 1, 1)),
         ParallelStrategy(tensor_degree=2, cfg_degree=2),
-        ParallelStrategy(tensor_degree=2, data_degree=2),
     ],
-    6: [ParallelStrategy(tensor_degree=2, ring_degree=3)],
 }
 ALL = [strategy for of_size in STRATEGIES.values() for strategy in of_size]
 NO_TOKENS = ParallelStrategy(ring_degree=2)  # for rank 1, if each sequence is one token

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
+from hostile_bytes import damaged
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.checkpoint import Header, read_header
 from sparse_checkpoint import file_bytes
@@ -160,11 +161,10 @@ def judge(content: bytes) -> None:
                 assert tuple(opened.get_slice(key).get_shape()) == found.shape
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_never_raise_anything_else(content):
+@settings(max_examples=300)
+@given(damaged([VALID]))
+def test_a_damaged_file_never_raises_anything_else(content):
     judge(content)
-    judge(file_bytes(content))
 
 
 _NUMBERS = st.one_of(st.integers(-1, 16), st.integers(), st.floats(), st.booleans(), st.none())
@@ -184,17 +184,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.text(max_size=5), st.one_of(_ENTRIES, _JSON), max_size=4), st.integers(0, 64))
 def test_random_headers_never_raise_anything_else(header, data):
     judge(file_bytes(header, bytes(data)))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_valid_file_with_changed_bytes_never_raises_anything_else(data):
-    content = bytearray(VALID)
-    for position in data.draw(st.lists(st.integers(0, _HEADER_END - 1), max_size=3)):
-        content[position] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
-    judge(bytes(content[:cut]))

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from differences import relative_difference
-from parallel_backend.engine.bands.row_bands import Bands
+from parallel_backend.engine.bands.row_bands import BandGroupNorm, Bands
 from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.errors import PlatformError
 
 TOLERANCE = 1e-5  # relative to the largest value
 Half = Callable[[str, Layouts], BandedNetwork]  # makes the half of the network with this name
-Start = Callable[..., Callable[[], tuple[Tensor | None, ...]]]
-
-
-def without_rows(start: Start) -> Start:
-    """Returns a Bands.start_halo that replaces the neighbours' rows by zeros, as a split without exchange would."""
-
-    def started(self: Bands, x: Tensor, **ways: bool) -> Callable[[], tuple[Tensor | None, ...]]:
-        wait = start(self, x, **ways)
-        return lambda: tuple(None if row is None else torch.zeros_like(row) for row in wait())
-
-    return started
 
 
 def go_without(what: str) -> None:
-    """Breaks the exchange between bands on this rank from now on: "rows", "ways", or anything else for the gather."""
+    """Breaks the exchange between bands on this rank from now on: "rows", "ways", "keys" or "moments"."""
     start = Bands.start_halo
-    if what == "rows":
-        Bands.start_halo = without_rows(start)
+    if what == "rows":  # zeros in their place, as in a split without exchange
+        Bands.start_halo = lambda self, x, **ways: partial(_zeros, start(self, x, **ways))
     elif what == "ways":  # swaps above and below: a band gets the row from the wrong side
         Bands.start_halo = lambda self, x, above=True, below=True: start(self, x, above=below, below=above)
-    else:
+    elif what == "keys":
         Bands.gather = lambda self, mine: mine
+    else:
+        BandGroupNorm.forward = torch.nn.GroupNorm.forward
+
+
+def _zeros(wait: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    return tuple(None if row is None else torch.zeros_like(row) for row in wait())
 
 
 def refusals(world: World, half: Half, names: list[str], broken: str = "") -> list[str]:

@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parallel_backend.errors import TransportError
 from parallel_backend.options import CompileStats
@@ -164,18 +162,3 @@ def test_a_message_over_the_limit_is_not_sent():
 def test_a_number_that_is_none_is_not_sent():
     with pytest.raises(ValueError):
         encode(Envelope(1, 1, replace(MESSAGES[7][0], seconds=float("nan"))))
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    ),
-    st.sampled_from(sorted(FRAME)),
-)
-def test_a_frame_with_one_field_replaced_is_refused_or_equal(value, field):
-    try:
-        envelope = decode(json.dumps({**FRAME, field: value}).encode())
-    except TransportError:
-        return
-    assert json.loads(encode(envelope)) == {**FRAME, field: value}

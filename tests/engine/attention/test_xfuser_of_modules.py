@@ -12,7 +12,7 @@ from parallel_backend.engine.attention.compat_xfuser import load_xfuser
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_inputs
-from parallel_backend.requests import BLOCK, STAY, Placement
+from parallel_backend.requests import STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -58,11 +58,9 @@ def computed(world, strategies, references):
             make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
             for strategy in strategies
         ]
-        modes = (STAY, BLOCK) if reference.mode == STAY else (reference.mode,)
         found += [
-            (reference.difference(forward, tokens), forward.engine, forward.notes)
+            (reference.difference(forward, reference.mode), forward.engine, forward.notes)
             for forward in forwards  # a change of the strategy makes all groups anew
-            for tokens in modes
         ]
     return found
 
@@ -72,7 +70,7 @@ def test_xfuser_gives_what_one_process_gives_in_each_family_as_strategies_take_t
     references, strategies = [Reference(*CASES[name], ODD) for name in BY_XFUSER[ranks]], STRATEGIES[ranks]
     assert {reference.mode for reference in references} == {STAY}
     for of_rank in run_ranks(computed, ranks, strategies, references, backend="gloo"):
-        assert [engine for _, engine, _ in of_rank] == ["xfuser"] * 2 * len(references) * len(strategies)
+        assert [engine for _, engine, _ in of_rank] == ["xfuser"] * len(references) * len(strategies)
         assert max(far for far, *_ in of_rank) <= EXACT
 
 

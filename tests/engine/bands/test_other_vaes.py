@@ -6,15 +6,14 @@ import pytest
 import torch
 
 import video_vaes
-from banded_vaes import TOLERANCE, difference, refusals, without_rows
+from banded_vaes import TOLERANCE, difference, go_without, refusals
 from host_and_device import DEVICE, HOST
 from other_vaes import BANDED, decoded
 from other_vaes import build as build_other
-from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows import vae_adjustments
-from parallel_backend.models.comfyui.rows.banded import STEPS, RowAttention
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import VaeMode, known
@@ -22,20 +21,14 @@ from ranks import run_ranks
 
 # (frames, height, width), shares, for 3 ranks: bands of 2, 1 and 1 rows, and fewer rows than ranks.
 SIZES = [((3, 4, 3), (2.0, 1.0, 1.0)), ((1, 2, 3), ())]
-# What the bands of each network need from other ranks besides rows.
-ASKED = {
-    "wan 2.1": ("keys",),
-    "hunyuanvideo": ("keys", "moments"),
-    "stable video diffusion": ("keys", "moments"),
-    "cosmos": ("keys", "moments"),
-    "seedvr2": ("keys", "moments"),
-    "mochi": ("moments",),
-    "cogvideox": ("moments",),
-}
-
-
 DECODERS = video_vaes.CASES | BANDED
 NAMES = [name for name in DECODERS if name != "taesd"]  # tested in the real ComfyUI instead
+# The networks whose bands need this from other ranks.
+ASKED = {
+    "rows": NAMES,
+    "keys": ["wan 2.1", "hunyuanvideo", "stable video diffusion", "cosmos", "seedvr2"],
+    "moments": ["hunyuanvideo", "stable video diffusion", "cosmos", "seedvr2", "mochi", "cogvideox"],
+}
 SHARES = [NAMES[first::3] for first in range(3)]  # three starts of ranks: one costs more than a network
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
@@ -54,43 +47,30 @@ def latent_of(name, frames, height, width):
     return random(case.channels, *((frames,) if case.dims == 3 else ()), height, width)
 
 
-def decode(world, jobs):
-    """Returns by name a list of (frames [T, H, W, 3] or an empty tensor, steps announced) on this rank: for each way to
-    break the network, one for each size. `jobs`: (sizes, ways) by name."""
-    layouts, results = Layouts(world), {}
-    for name, (sizes, broken) in jobs.items():
+def decode(world, jobs, broken=""):
+    """Returns by name a list of (frames [T, H, W, 3] or an empty tensor, steps announced) on this rank, one for each
+    size. `jobs`: sizes and shares by name; `broken`: what this rank goes without."""
+    if broken:
+        go_without(broken)
+    layouts, results, usual = Layouts(world), {}, vae_adjustments._CHUNK_BYTES
+    for name, sizes in jobs.items():
+        # Small chunks; with noise, each chunk would draw new noise.
+        vae_adjustments._CHUNK_BYTES = 4_000 if name == "ltx" else usual
         decoder, found = half(name, layouts), results.setdefault(name, [])
-        for what in broken:
-            with pytest.MonkeyPatch.context() as patch:
-                if name == "ltx":  # small chunks; with noise, each chunk would draw new noise
-                    patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
-                _break(what, decoder.vae.network, patch)
-                for size, shares in sizes:
-                    steps = []
-                    frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
-                    assert frames is None or frames.device == HOST
-                    found.append((torch.empty(0) if frames is None else frames, len(steps)))
+        for size, shares in sizes:
+            steps = []
+            frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
+            assert frames is None or frames.device == HOST
+            found.append((torch.empty(0) if frames is None else frames, len(steps)))
     return results
-
-
-def _break(what, network, patch):
-    """Makes this rank compute without the other ranks' rows, keys or moments."""
-    if what == "rows":
-        patch.setattr(bands_module.Bands, "start_halo", without_rows(bands_module.Bands.start_halo))
-    elif what == "keys":
-        for layer in network.modules():
-            if isinstance(layer, RowAttention):
-                patch.setattr(layer, "gather", lambda mine: mine)
-    elif what == "moments":
-        patch.setattr(bands_module.BandGroupNorm, "forward", torch.nn.GroupNorm.forward)
 
 
 @pytest.mark.parametrize("names", SHARES, ids="-".join)
 def test_the_frames_are_those_of_one_process(names):
     # taehv has its full width, so it decodes only one small latent.
-    jobs = {name: (SIZES[1:] if name == "taehv" else SIZES, ("",)) for name in names}
+    jobs = {name: SIZES[1:] if name == "taehv" else SIZES for name in names}
     results = run_ranks(decode, 3, jobs, device=DEVICE)
-    for name, (sizes, _) in jobs.items():
+    for name, sizes in jobs.items():
         case, network = DECODERS[name], build(name)
         for number, (size, _) in enumerate(sizes):
             expected = decoded(network, latent_of(name, *size))
@@ -101,16 +81,13 @@ def test_the_frames_are_those_of_one_process(names):
             assert [result[name][number][1] for result in results] == 3 * [STEPS], (name, size)
 
 
-@pytest.mark.parametrize("names", SHARES, ids="-".join)
-def test_a_rank_that_goes_without_the_others_is_seen(names):
-    jobs = {}
-    for name in names:
-        size = 2, 2, 1 if name == "taehv" else 2
-        jobs[name] = [(size, ())], ("rows", *ASKED.get(name, ()))
-    results = run_ranks(decode, 2, jobs)[0]
-    for name, ([(size, _)], _) in jobs.items():
+@pytest.mark.parametrize("what", ASKED)
+def test_a_rank_that_goes_without_the_others_is_seen(what):
+    jobs = {name: [((2, 2, 1 if name == "taehv" else 2), ())] for name in ASKED[what]}
+    results = run_ranks(decode, 2, jobs, what)[0]
+    for name, [(size, _)] in jobs.items():
         expected = decoded(build(name), latent_of(name, *size))
-        assert min(difference(frames, expected) for frames, _ in results[name]) > 100 * TOLERANCE, name
+        assert difference(results[name][0][0], expected) > 100 * TOLERANCE, name
 
 
 def test_a_network_that_looks_further_is_seen_before_it_is_used():

@@ -95,27 +95,22 @@ def _answers(world, paths, strategy):
 FORMS = ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD]
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """The answers of one process, those of each of two ranks that slice the layers, and the sizes of the model."""
-    folder, tensors = tmp_path_factory.mktemp("slices"), files.random_tensors(blocks=2)
+def test_a_file_is_sliced_in_its_own_format(tmp_path):
+    tensors = files.random_tensors(blocks=2)
     paths = {
-        form: files.write(folder / f"{number}.safetensors", form, tensors=tensors)
+        form: files.write(tmp_path / f"{number}.safetensors", form, tensors=tensors)
         for number, form in enumerate(FORMS)
     }
     (alone,) = run_ranks(_answers, 1, paths, ParallelStrategy())
-    return alone, run_ranks(_answers, 2, paths, TENSOR), inspect_flux(paths["bf16"]).dims
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_file_is_sliced_in_its_own_format(answers, form):
-    alone, ranks, dims = answers
-    expected, whole, _ = alone[form]
-    for rank, found in enumerate(ranks):
-        answer, held, sent = found[form]
-        assert sent == tensor_bytes(TENSOR, rank, dims, rows=2, text=7, image=15)
-        assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
-        assert 0.49 < held / whole < 0.51  # norms are whole; rank 0 has all biases of summed outputs
+    each_sends = tensor_bytes(TENSOR, 0, inspect_flux(paths["bf16"]).dims, rows=2, text=7, image=15)
+    for of_rank in run_ranks(_answers, 2, paths, TENSOR):
+        for form, (answer, held, sent) in of_rank.items():
+            expected, whole, _ = alone[form]
+            assert sent == each_sends, form
+            assert (answer - expected).abs().max() <= EXACT * expected.abs().max(), form
+            assert 0.49 < held / whole < 0.51, (
+                form
+            )  # norms are whole; rank 0 has all biases of summed outputs
 
 
 def test_a_file_in_diffusers_key_layout_is_sliced_from_its_parts(tmp_path):
