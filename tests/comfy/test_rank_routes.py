@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from dataclasses import asdict
 
 import pytest
@@ -131,27 +132,18 @@ def test_the_check_takes_what_the_node_has(comfy):
 
 def test_the_rules_are_those_of_the_loaders_model(comfy):
     comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
-    inputs = {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3}
-    assert _check(comfy, inputs)["problems"] == []  # Flux.1 has 24 heads
-    (problem,) = _check(comfy, inputs, node="ParallelFluxLoader", unet_name=UNET)["problems"]
-    assert problem["inputs"] == ["ulysses_degree"] and f"2 attention heads of {UNET}" in problem["message"]
-    (problem,) = _check(
-        comfy, {**inputs, "devices": "cpu:16", "ulysses_degree": 16}, node="ParallelDemoLoader"
-    )["problems"]
-    assert "attention heads of transformer.safetensors" in problem["message"]
-
-
-def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
-    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
-    inputs = {"mode": "manual", "devices": "cpu:3"}
-    behind = {"node": "ParallelModel", "source": "UNETLoader", "unet_name": UNET}
-    for loader in ({"node": "ParallelModel"}, behind, {"node": "ParallelModelLoader", "unet_name": UNET}):
-        of_heads = _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"]
-        assert [UNET in problem["message"] for problem in of_heads] == [True] * ("unet_name" in loader)
-        assert (
-            _check(comfy, {**inputs, "devices": "cpu:2", "pipefusion_degree": 2}, **loader)["problems"] == []
-        )
-        assert _check(comfy, {**inputs, "devices": "cpu:2", "tensor_degree": 2}, **loader)["problems"] == []
+    inputs = {"mode": "manual", "devices": "cpu:16", "ulysses_degree": 16}
+    named = {"unet_name": UNET}
+    for loader, model in (
+        ({"node": "ParallelFluxLoader"} | named, UNET),
+        ({"node": "ParallelModelLoader"} | named, UNET),
+        ({"node": "ParallelModel", "source": "UNETLoader"} | named, UNET),
+        ({"node": "ParallelDemoLoader"}, "transformer.safetensors"),
+    ):
+        (problem,) = _check(comfy, inputs, **loader)["problems"]
+        assert problem["inputs"] == ["ulysses_degree"]
+        assert re.search(rf"\d attention heads of {model}", problem["message"])
+    assert _check(comfy, inputs, node="ParallelModel")["problems"] == []  # it may be any model
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])
@@ -160,29 +152,13 @@ def test_a_name_that_no_loader_offers_reads_no_file(comfy, name):
     assert said["basis"].startswith("Plan for Flux.1.") and said["notes"] == []
 
 
-def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
+def test_what_is_no_form_is_answered_in_words_and_starts_nothing(comfy):
+    """tests/observability/preview/test_form.py has the forms that are refused."""
     groups = comfy.groups()
-    for body in (
-        b"",
-        b"\xff\x00",
-        b"[" * 10_000,
-        b"null",
-        b'{"inputs": {"ring_degree": 1e999}}',
-        b'{"inputs": {"devices": ["all"]}}',
-        b'{"inputs": {"unknown": 1}}',
-        b'{"loader": 7}',
-        b" " * 1_000_000,
-    ):
+    for body in (b"\xff\x00", b"[" * 10_000, b'{"inputs": {"unknown": 1}}', b" " * 1_000_000):
         status, said = comfy.ask(CHECK, body)
         assert status == 400 and len(said["error"]) < 500, body[:50]
-    for inputs in (
-        {"ring_degree": 100000000000},
-        {"devices": "\ud800"},
-        {"devices": "cpu:" + "9" * 900},
-        {"device_shares": "1e308,1e309", "devices": "cpu:2"},
-        {"mode": "manual", "devices": "cpu:16", **dict.fromkeys(("cfg_degree", "tensor_degree"), 64)},
-    ):
-        assert _check(comfy, inputs)["problems"]
+    assert _check(comfy, {"devices": "\ud800"})["problems"]
     assert comfy.groups() == groups
 
 
