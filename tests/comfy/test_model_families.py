@@ -100,11 +100,10 @@ def test_a_family_gives_the_stock_latent(comfy, devices, kind, choice):
         ("wan_fp8", {"tensor": 2}),
         ("sd3", {"tensor": 3}),
         ("wan_t2v", {"tensor": 2, "cfg": 2} | SHARDED),
-        ("flux", {"tensor": 2, "ring": 2}),
     ],
 )
 def test_slices_of_layers_give_the_stock_latent(comfy, kind, choice):
-    """tests/models/comfyui/formats/test_slices.py proves the slices of every class."""
+    """tests/models/comfyui/formats/test_slices.py proves the slices of every class, also beside other axes."""
     report = both(comfy, kind, choice, by=("Parallel Sampler",))["report"]
     assert f"tensor {choice['tensor']}" in report, report
     assert "alike" not in report, report  # each device computes its part
