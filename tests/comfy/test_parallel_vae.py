@@ -179,17 +179,6 @@ def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, reason):
     _assert_comfyui_decodes(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
 
 
-def test_where_ranks_cannot_run_comfyui_decodes(comfy):
-    graph = VaeGraph()
-    latent = [graph.add("TestOtherPlatform", latent=graph.drawn(61), pretend=True), 0]
-    try:
-        _assert_comfyui_decodes(comfy, graph, latent, graph.vae("flux"), "needs Linux; this is win32")
-    finally:
-        restore = VaeGraph()
-        latent = [restore.add("TestOtherPlatform", latent=restore.drawn(62), pretend=False), 0]
-        comfy.sample(restore.prompt, latent)
-
-
 def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
     """Stock and ours run in separate prompts, so that nothing draws noise between the seed and the decode."""
 
