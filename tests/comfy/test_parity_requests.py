@@ -93,7 +93,6 @@ def test_a_request_gives_the_stock_latent(comfy, files, devices, way, name):
         {"ring": 2, "device_shares": "3,1"},
         {"ulysses": 2, "engine": "xfuser"},
         {"ring": 2, "engine": "xfuser"},
-        {"ulysses": 2, "ring": 2},
         {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
         {"pipefusion": 2, "ulysses": 2, "warmup_steps": 3},
     ],
