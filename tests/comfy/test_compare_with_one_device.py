@@ -13,11 +13,6 @@ STEPS = 4
 TIMES = r"{}: {} steps in [\d.]+ s, median [\d.]+ s"
 
 
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_compared.safetensors", double_blocks=2, single_blocks=2)
-
-
 def _graph(unet: str, changes: dict | None = None, **choice) -> tuple[Graph, str]:
     """Returns a graph that compares, and the id of its comparing node."""
     graph = Graph()

@@ -24,11 +24,6 @@ STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
 SAMPLING = {"cfg": 2.0, "steps": 2}
 
 
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
-
-
 def stacked(graph: Graph, model: list, loras: dict[str, str], stack) -> list:
     for name, strength in stack:
         model = graph.lora(model, loras[name], strength)

@@ -114,9 +114,6 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
     assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
 
 
-UNET = "tiny_check.safetensors"  # two attention heads
-
-
 def _check(comfy, inputs: dict, **loader: str) -> dict:
     status, said = comfy.ask(CHECK, {"inputs": inputs, "loader": loader})
     assert status == 200
@@ -130,14 +127,13 @@ def test_the_check_takes_what_the_node_has(comfy):
     assert {n: (o["min"], o["max"]) for n, (_, o) in inputs.items() if "min" in o} == LIMITS
 
 
-def test_the_rules_are_those_of_the_loaders_model(comfy):
-    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
+def test_the_rules_are_those_of_the_loaders_model(comfy, unet):
     inputs = {"mode": "manual", "devices": "cpu:16", "ulysses_degree": 16}
-    named = {"unet_name": UNET}
+    named = {"unet_name": unet}
     for loader, model in (
-        ({"node": "ParallelFluxLoader"} | named, UNET),
-        ({"node": "ParallelModelLoader"} | named, UNET),
-        ({"node": "ParallelModel", "source": "UNETLoader"} | named, UNET),
+        ({"node": "ParallelFluxLoader"} | named, unet),
+        ({"node": "ParallelModelLoader"} | named, unet),
+        ({"node": "ParallelModel", "source": "UNETLoader"} | named, unet),
         ({"node": "ParallelDemoLoader"}, "transformer.safetensors"),
     ):
         (problem,) = _check(comfy, inputs, **loader)["problems"]

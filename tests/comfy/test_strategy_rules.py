@@ -9,17 +9,13 @@ from comfyui_client import PromptFailed, PromptRejected
 from graphs import Graph
 
 FLUX = "ParallelFluxLoader"
-UNET = "tiny_rules.safetensors"  # two attention heads
+UNET = "tiny_two_blocks.safetensors"  # two attention heads
+pytestmark = pytest.mark.usefixtures("unet")  # which writes it
 TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
 STAGES = f"pipefusion_degree: pipefusion_degree 5: {UNET} has 4 blocks"
 HEADS = (
     f"tensor_degree: tensor_degree 3 times ulysses_degree 1 does not divide the 2 attention heads of {UNET}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(comfy):
-    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
 
 
 def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> Graph:
