@@ -126,6 +126,7 @@ CASES = [
     ("PipeFusion 2", "an additive mask"),
     ("PipeFusion 2", "references of other sizes"),
     ("Ulysses 2 x Ring 2", "a ControlNet of InstantX"),
+    ("Ulysses 2 x Ring 2", "an additive mask"),
 ]
 
 
