@@ -46,14 +46,11 @@ ON_THREE = {
     "hunyuan_video": {"ulysses": 3},
     "unet": {"ulysses": 3},
     "wan_ti2v": {"data": 3},
-    "wan_fp8": {"data": 3},
-    "sound": {"data": 3},
 }
 ON_FOUR = {
     "hunyuan_video_15": CFG | ULYSSES,
     "flux2": RING | ULYSSES,
     "wan_t2v": CFG | RING,
-    "wan_i2v": DATA | ULYSSES,
     "hunyuan_video": DATA | ULYSSES | SHARDED,
     "ltx_video": {"ulysses": 4},
     "minimax": DATA | RING,
