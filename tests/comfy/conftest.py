@@ -79,8 +79,8 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
 
 @pytest.fixture(scope="session")
 def unet(comfy: Comfy) -> str:
-    """The name of a tiny Flux in the loader's list."""
-    return comfy.write_flux("tiny_dev.safetensors")
+    """The name of a tiny Flux in the loader's list, with two blocks of each kind."""
+    return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
 
 
 @pytest.fixture(scope="session")

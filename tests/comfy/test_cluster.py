@@ -52,8 +52,7 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
             )
         joined = [tmp_path / f"{name}.log" for name in ("a", "b")]
         wait_until(lambda: all("joined the cluster lab" in log.read_text() for log in joined), 240.0)
-        for loader in ("ParallelFluxLoader", "ParallelModel"):
-            assert_stocks(loader)
+        assert_stocks("ParallelModel")
         graph = Graph()
         clip = [graph.add("TestEncoder", kind="clip_l", clip_name="tiny-far.safetensors", draw=3), 0]
         strategy = graph.strategy(DEVICES)

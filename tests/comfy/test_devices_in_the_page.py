@@ -69,7 +69,7 @@ def test_a_value_from_another_node_is_shown_and_cannot_be_changed(page):
     assert "Another node gives devices" in picker.inner_text() and picker.get_by_label("cpu:0").is_disabled()
 
 
-def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, drawn_by):
+def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page):
     every = [f"cuda:{index}" for index in range(8)]
     selected = {"0-1": every[:2], "1": [every[1]], "1,2": every[1:3], "all": every}
     selected |= {",".join(map(str, range(count))): every[:count] for count in range(3, 8)}

@@ -16,7 +16,6 @@ from tiny_flux import tiny_flux_tensors, to_diffusers_layout
 DEV, FILL, DEPTH = "tiny_extras.safetensors", "tiny_fill.safetensors", "tiny_depth.safetensors"
 BLOCKS = {"double_blocks": 2, "single_blocks": 3}
 STRATEGIES = {
-    "one": ("cpu", {}),
     "CFG 2": ("cpu:2", {"cfg": 2}),
     "Ulysses 2": ("cpu:2", {"ulysses": 2}),
     "Ulysses 2 x Ring 2": ("cpu:4", {"ulysses": 2, "ring": 2}),
@@ -120,7 +119,6 @@ EXTRAS = {
 }
 # Grouped by devices, since a group of another size must start first.
 CASES = [
-    ("one", "a ControlNet of InstantX"),
     *(("Ulysses 2", name) for name in EXTRAS),
     ("CFG 2", "references of other sizes"),
     ("xfuser", "a ControlNet of InstantX"),

@@ -4,7 +4,6 @@ Flux Loader reads them and other quantised files. Files may have any key layout 
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from any_runs import compared, refusal
@@ -80,35 +79,3 @@ def test_another_dtype_than_its_own_is_refused(comfy, files):
     graph = Graph()
     latent = graph.ksampler([loader(graph, files[0], "fp8_e4m3fn"), 0], *graph.request())
     refusal(comfy, graph, latent, r"formats of its own .GGUF.; set weight_dtype to default")
-
-
-def test_a_damaged_file_is_refused_with_its_name(comfy, files):
-    folder = comfy.models()
-    (folder / "torn.gguf").write_bytes((folder / files[0]).read_bytes()[:5000])
-    graph = Graph()
-    latent = graph.ksampler([loader(graph, "torn.gguf"), 0], *graph.request())
-    try:
-        refusal(comfy, graph, latent, r"torn\.gguf is refused: it is no whole GGUF file")
-    finally:
-        (folder / "torn.gguf").unlink()  # other tests read the whole list
-
-
-@pytest.mark.parametrize("weight_dtype", ["default", "fp8_e4m3fn"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_every_spelling_of_a_file_gives_the_latent_of_load_diffusion_model(comfy, dtype, weight_dtype):
-    is_plain = (dtype, weight_dtype) == (torch.bfloat16, "default")
-    prefixes = ("", "transformer.", "diffusion_model.") if is_plain else ("",)
-    graph, ways = Graph(), {}
-    request, strategy = graph.request(), graph.strategy("cpu:2", ulysses=2)
-    for layout in ("bfl", "diffusers"):
-        for prefix in prefixes:
-            name = f"{str(dtype).rpartition('.')[2]}_{layout}_{prefix}safetensors".replace("_safe", ".safe")
-            comfy.write_flux(name, layout=layout, prefix=prefix, dtype=dtype)
-            named = {"model_name": name, "weight_dtype": weight_dtype, "strategy": strategy}
-            ours = [graph.add("ParallelModelLoader", **named), 0]
-            ways[f"ours, {layout} {prefix}"] = graph.ksampler(ours, *request, cfg=2.0)
-            if not prefix:
-                theirs = [graph.add("UNETLoader", unet_name=name, weight_dtype=weight_dtype), 0]
-                stock = "stock" if layout == "bfl" else "stock, diffusers"
-                ways[stock] = graph.ksampler(theirs, *request, cfg=2.0)
-    compared(comfy, graph, ways)

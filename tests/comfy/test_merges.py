@@ -60,7 +60,6 @@ def test_a_merge_of_a_merge_is_shared_out_too(comfy, files, choice):
         ("flux", {"ulysses": 2, "shard_weights": True}),
         ("flux", {"tensor": 2}),
         ("wan_t2v", {"tensor": 2}),
-        ("wan_t2v", {"ulysses": 2, "shard_weights": True}),
         ("flux in bf16", {"ulysses": 2, "shard_weights": True}),
     ],
 )

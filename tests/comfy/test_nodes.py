@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from any_runs import latents, refusal
 from comfy_harness import ROOT
@@ -62,30 +62,6 @@ def test_a_strategy_given_to_the_sampler_replaces_the_loaders(comfy, unet):
     assert "Ring 2" in report and "cpu:0, cpu:1" in report
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("short.safetensors", b"\x01", "truncated"),
-        ("sdxl.safetensors", save({"input_blocks.0.0.weight": torch.zeros(2)}), "Stable Diffusion"),
-    ],
-    ids=["short", "sdxl"],
-)
-def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name, content, words):
-    (comfy.models() / name).write_bytes(content)
-    graph = Graph()
-    request = graph.request()
-    good, bad = (
-        graph.parallel_sampler(graph.parallel_loader(file, "cpu:2"), *request) for file in (unet, name)
-    )
-    comfy.sample(graph.prompt, good)
-    ranks = comfy.ranks()
-    assert len(ranks) == 2
-    refusal(comfy, graph, bad, f"{name} is refused.*{words}")
-    comfy.forget()
-    comfy.sample(graph.prompt, good)
-    assert comfy.ranks() == ranks
-
-
 @pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
 def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(comfy, unet, node):
     tensors = load_file(comfy.models() / unet)
@@ -101,16 +77,7 @@ def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(co
     assert failure.exception_type.endswith("RequestError")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside.safetensors",
-        "ABSOLUTE",
-        r"\\host\share\x.safetensors",
-        "x\0.safetensors",
-        "sub/../../outside.safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE"])
 @pytest.mark.parametrize("node", ["ParallelFluxLoader", "ParallelLoraLoader"])
 def test_a_path_out_of_the_model_folders_is_no_choice(comfy, unet, node, name):
     """The file outside.safetensors exists, but ComfyUI does not list it."""
@@ -157,14 +124,10 @@ def test_the_english_locale_is_what_the_schemas_say(comfy):
     assert json.loads(ENGLISH.read_text("utf-8")) == said, "run: python scripts/write_english_locale.py"
 
 
-def test_every_node_can_be_found_by_other_words(comfy):
-    for name, info in own_nodes(comfy.registry).items():
-        assert info["search_aliases"], name
-
-
-def test_who_looks_for_raylight_finds_the_nodes_to_begin_with(comfy):
-    own = own_nodes(comfy.registry)
-    found = {name for name, info in own.items() if "raylight" in info["search_aliases"]}
+def test_every_node_can_be_found_by_other_words_and_those_to_begin_with_by_raylights_name(comfy):
+    words = {name: info["search_aliases"] for name, info in own_nodes(comfy.registry).items()}
+    assert all(words.values()), words
+    found = {name for name, aliases in words.items() if "raylight" in aliases}
     assert {"ParallelModel", "ParallelSampler", "StrategySelector"} <= found
 
 

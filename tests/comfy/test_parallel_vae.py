@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from any_runs import latents, refusal, sampled
+from any_runs import latents, refusal
 from comfyui_client import PromptInterrupted
 from graphs import Graph
 from parallel_backend.models.comfyui.rows.banded import STEPS
@@ -141,23 +141,6 @@ def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy):
     assert "moved between devices: " in report and "moved between devices: 0.00" not in report
 
 
-def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
-    """Two ranks sample, decode three times and sample again: no rank is started, and nothing is loaded twice."""
-    unet = comfy.write_flux("tiny_flux.safetensors")
-    sampled(comfy, unet, {"seed": 1})
-    ranks = comfy.ranks()
-    assert len(ranks) == 2
-    for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
-        graph = VaeGraph()
-        graph.parallel_loader(unet, "cpu:2")  # without it in the graph the ranks would drop the model
-        _, _, report = by_both(comfy, graph, graph.drawn(draw), graph.vae("flux"), devices=devices)
-        assert "devices: cpu:0, cpu:1\n" in report
-        assert draw == 11 or "was on the devices already" in report
-    assert "2 of the 4 devices chosen had running processes" in report
-    assert "weights were warm" in sampled(comfy, unet, {"seed": 2})[1]
-    assert comfy.ranks() == ranks
-
-
 def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy, write):
     graph = VaeGraph()
     vae = graph.vae(write("to_be_mapped", FLUX, 6))
@@ -196,17 +179,6 @@ def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, reason):
     _assert_comfyui_decodes(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
 
 
-def test_where_ranks_cannot_run_comfyui_decodes(comfy):
-    graph = VaeGraph()
-    latent = [graph.add("TestOtherPlatform", latent=graph.drawn(61), pretend=True), 0]
-    try:
-        _assert_comfyui_decodes(comfy, graph, latent, graph.vae("flux"), "needs Linux; this is win32")
-    finally:
-        restore = VaeGraph()
-        latent = [restore.add("TestOtherPlatform", latent=restore.drawn(62), pretend=False), 0]
-        comfy.sample(restore.prompt, latent)
-
-
 def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
     """Stock and ours run in separate prompts, so that nothing draws noise between the seed and the decode."""
 
@@ -241,16 +213,6 @@ def test_what_cannot_be_decoded_is_refused_in_words(comfy, words):
     graph = VaeGraph()
     failure = refusal(comfy, graph, graph.ours(graph.drawn(**size), add_vae(graph)))
     assert all(part in failure.exception_message for part in words.split(" … "))
-
-
-def test_weights_that_change_in_place_are_sent_again(comfy, write):
-    """A node writes into the weights of a VAE object that the ranks already have."""
-    graph = VaeGraph()
-    vae, latent = graph.vae(write("to_be_scaled", FLUX, 4)), graph.drawn()
-    before = comfy.sample(graph.prompt, graph.ours(latent, vae))
-    expected, after, _ = by_both(comfy, graph, latent, [graph.add("TestScaledVAE", vae=vae), 0])
-    assert (after - before).abs().max() > 0.01
-    assert (after - expected).abs().max() <= TOLERANCE
 
 
 def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_too(comfy, write):
@@ -296,18 +258,6 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy):
     assert comfy.ranks() == ranks
     comfy.forget()
     assert torch.equal(comfy.sample(*_ours(31)), before)
-
-
-def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy):
-    expected = comfy.sample(*_ours(41))
-    ranks = comfy.ranks()
-    long, output = _ours(42, width=48, height=48)
-    with comfy.amid(output[0], ranks[1].kill):
-        found = comfy.sample(long, output)
-    assert found.isfinite().all() and ranks[1] not in comfy.ranks()
-    comfy.forget()
-    assert torch.equal(comfy.sample(*_ours(41)), expected)
-    assert not set(ranks) & set(comfy.ranks())
 
 
 def test_progress_is_shown(comfy):

@@ -15,7 +15,7 @@ from waiting import wait_until
 ROUTE = "/parallel_sampling/preload"
 FILES = ("hot_a.safetensors", "hot_b.safetensors")
 EXACT = 1e-5  # relative to the largest value
-ROUNDS = 3  # prompts for each model
+ROUNDS = 2  # prompts for each model
 
 
 def _files(comfy) -> tuple[str, ...]:

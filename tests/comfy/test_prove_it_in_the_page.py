@@ -271,10 +271,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     proof.get_by_role("button", name="Close").click()
     wait_for_badge(page, COSTS, by_vue)
 
-    if by_vue:
-        page.reload()
-    else:  # the page finds the run in ComfyUI's history after either
-        show_again(page)
+    show_again(page)
     wait_for_badge(page, COSTS, by_vue)
     set_widgets(page, "TestLatent", batch_index="none")  # it fails, so the sampler never starts
     run(page)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from any_runs import compared, latents, sampled
 from graphs import OURS, STOCK, Graph
 from waiting import wait_until
 
 _SEEDS = itertools.count(100)  # a new seed per run, so that no cached output answers
-
-
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_memory.safetensors", single_blocks=3)
 
 
 WARM = "load: 0 s (weights were warm)"

@@ -15,11 +15,6 @@ from graphs import SAMPLING, Graph
 HEUN = {"sampler_name": "heun", "steps": 6}  # its second call in a step is near the next step's first
 
 
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
-
-
 def test_reused_model_calls_are_counted_and_a_threshold_of_zero_is_exact_to_the_bit(comfy, unet):
     graph = Graph()
     loader, request = graph.parallel_loader(unet, "cpu:2", ulysses=2), graph.request()

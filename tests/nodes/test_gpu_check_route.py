@@ -1,9 +1,11 @@
 """The routes of the doctor and the GPU check: they send a line of JSON for each line of progress, then the report.
 
-tests/comfy/test_doctor_route.py starts a second one, and closes the page of the first.
+tests/comfy/test_doctor_route.py starts a second one, and shows that a closed dialog ends its request.
 """
 
+import asyncio
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +14,19 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import parallel_backend.sidecar.pool as pool
 from pack_nodes import import_node_module
+from scripted import processes_with
 from waiting import run_in_own_loop
 
 doctor = import_node_module("nodes.routes.doctor")
 
-# Replaces `python -m parallel_backend`: prints its options, then leaves a report or none.
+# Replaces `python -m parallel_backend`: prints its options, then leaves a report or none, or never ends.
 PROGRAM = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 print(" ".join(a for a in sys.argv[1:] if a.startswith("--")), flush=True)
+while "{ending}" == "never":
+    print("still at it", flush=True)
+    time.sleep(0.05)
 if "--json" in sys.argv:
     print(json.dumps({"phase": "looking"}))
     print("a library's own words", flush=True)
@@ -110,6 +116,20 @@ def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
 def test_one_that_ends_without_a_report_is_told_by_its_last_words(ends, ranks, route, error):
     ends("nothing")
     assert asked(lambda client: post(client, route))[1][-1] == {"error": error}
+
+
+def test_it_ends_with_the_request(ends, ranks):
+    ends("never")
+
+    async def leave(client):
+        async with client.post(doctor.GPU_ROUTE) as answer:
+            await answer.content.readline()
+            assert processes_with("--gpu", str(os.getpid()))
+            answer.close()
+        while processes_with("--gpu", str(os.getpid())):
+            await asyncio.sleep(0.05)
+
+    asked(leave)
 
 
 def test_it_does_not_run_beside_a_prompt(ends, ranks):

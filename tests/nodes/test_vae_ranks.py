@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pack_nodes import module_fixture
-from parallel_backend.errors import OutOfMemory
+from parallel_backend.errors import OutOfMemory, PlatformError
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.lease import State
@@ -134,6 +134,18 @@ def test_a_try_that_memory_ends_is_the_last_and_what_is_too_large_for_all_device
     else:
         assert module._ask(vae_of(), inputs, out, encodes=False) == "the answer"
     assert asked == [(1.0, 0.0), ()] and timed.gave_up and not out.is_alone
+
+
+def test_where_ranks_cannot_run_it_is_left_to_comfyui(vae_ranks, module, monkeypatch, timed):
+    def run(sidecar, on_step):
+        raise PlatformError("it needs Linux")
+
+    given_to(monkeypatch, vae_ranks)
+    monkeypatch.setattr(module, "VaeShipment", lambda *_, **__: SimpleNamespace(run=run))
+    inputs = torch.zeros(1, 4, 8, 8)
+    out = module.SharedOut(StrategySettings(), vae_of(), inputs, 0.0, encodes=False)
+    with pytest.raises(module.CannotBeSplit, match="it needs Linux"):
+        module._ask(vae_of(), inputs, out, encodes=False)
 
 
 def test_shares_by_hand_tell_nothing_of_equal_ones(vae_ranks, monkeypatch, timed):

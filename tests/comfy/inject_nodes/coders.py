@@ -124,14 +124,3 @@ def other_swish(vae: io.Vae, replaced: bool, counts: bool = False) -> io.Vae:
     one that counts its calls."""
     layers.nonlinearity = (_counting_swish if counts else _other_swish) if replaced else SWISH
     return vae
-
-
-@node("TestScaledVAE")
-def scaled_vae(vae: io.Vae) -> io.Vae:
-    """Halves one weight of a VAE in place.
-
-    A doubled weight would give pixels of up to 2.8 before the clamp to 1, with larger rounding errors: ComfyUI on one
-    thread and on two would then differ by 1.2e-5 with oneDNN's AVX2 convolutions.
-    """
-    vae.first_stage_model.decoder.conv_out.weight.mul_(0.5)
-    return vae

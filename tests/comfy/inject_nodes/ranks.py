@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest.mock import Mock
 
 import comfy.model_management
@@ -64,14 +64,6 @@ def no_free_memory(latent: io.Latent, pretend: bool) -> io.Latent:
     """Passes a LATENT on; from then on ComfyUI finds no free memory on its device (`pretend`), or the true amount."""
     # A Mock: a function of this pack would be sent to the ranks with the next job.
     comfy.model_management.get_free_memory = Mock(return_value=1) if pretend else FREE_MEMORY
-    return latent
-
-
-@node("TestOtherPlatform")
-def other_platform(latent: io.Latent, pretend: bool) -> io.Latent:
-    """Passes a LATENT on; from then on the pack finds Windows as its platform (`pretend`), or the true platform."""
-    supervisor = _module(".parallel_backend.sidecar.group.supervisor")
-    supervisor.sys = SimpleNamespace(platform="win32") if pretend else sys
     return latent
 
 

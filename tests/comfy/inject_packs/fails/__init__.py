@@ -31,11 +31,8 @@ def halved(apply, found):
 
 
 class Fails:
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"model": ("MODEL",)}}
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "apply", "parallel/testing"
 
     def apply(self, model):
         model = model.clone()
