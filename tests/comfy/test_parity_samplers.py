@@ -54,12 +54,46 @@ def cfg_guider_for_a_batch(graph: Graph, model: list) -> list:
     return [graph.custom_sampler(model, guider, "euler_ancestral", latent, "beta", 4), 1]
 
 
+def first_steps_then_the_rest(graph: Graph, model: list) -> list:
+    """Chains two KSamplerAdvanced: the first passes its leftover noise to the second."""
+    request = {
+        "positive": graph.text(1),
+        "negative": graph.text(2),
+        "model": model,
+        "noise_seed": 5,
+        "steps": 5,
+    }
+    request |= {"cfg": 2.0, "sampler_name": "dpmpp_2m", "scheduler": "sgm_uniform"}
+    first = {"add_noise": "enable", "start_at_step": 0, "end_at_step": 2}
+    rest = {"add_noise": "disable", "start_at_step": 2, "end_at_step": 10000}
+    latent = graph.latent(draw=6)
+    for part, leftover in ((first, "enable"), (rest, "disable")):
+        inputs = {"latent_image": latent, "return_with_leftover_noise": leftover}
+        latent = [graph.add("KSamplerAdvanced", **request, **part, **inputs), 0]
+    return latent
+
+
+def sampler_custom(graph: Graph, model: list) -> list:
+    parts = {
+        "positive": graph.text(1),
+        "negative": graph.text(2),
+        "sampler": [graph.add("KSamplerSelect", sampler_name="heun"), 0],
+        "sigmas": [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0],
+        "latent_image": graph.latent(),
+    }
+    return [graph.add("SamplerCustom", model=model, add_noise=True, noise_seed=9, cfg=2.5, **parts), 0]
+
+
 def differential_diffusion(graph: Graph, model: list) -> list:
     patched = graph.add("DifferentialDiffusion", model=model, strength=1.0)
     return graph.ksampler([patched, 0], *graph.request(draw=4, noise_mask=True), steps=5)
 
 
-@pytest.mark.parametrize("workflow", [cfg_guider_for_a_batch, differential_diffusion])
+@pytest.mark.parametrize(
+    "workflow",
+    [cfg_guider_for_a_batch, first_steps_then_the_rest, sampler_custom, differential_diffusion],
+    ids=lambda workflow: workflow.__name__,
+)
 def test_a_stock_workflow_gives_the_stock_latent(comfy, unet, workflow):
     graph = Graph()
     ways = {kind: workflow(graph, graph.model(kind, unet, "cpu:2")) for kind in (STOCK, OURS)}
