@@ -10,7 +10,8 @@ from .compare import CompareWithOneDevice, ProveSampler
 from .demo_loader import ParallelDemoLoader
 from .loaders import ParallelFluxLoader, ParallelLoraLoader, ParallelModelLoader
 from .parallel_model import ParallelCLIPNode, ParallelModelNode
-from .sampler import ParallelSampler, ParallelStepCache
+from .sampler import ParallelSampler
+from .step_cache import ParallelStepCache
 from .strategy_selector import StrategySelector
 from .vae_nodes import ParallelVAEDecode, ParallelVAEEncode
 

@@ -1,20 +1,17 @@
 """ParallelSampler: a node with KSampler's inputs whose sampling loop runs on the devices; KSampler's own function
-prepares it. Other nodes take the same inputs. ParallelStepCache: a node that gives a MODEL a step cache, for other
-samplers."""
+prepares it. Other nodes take the same inputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import comfy.model_patcher
 import comfy.samplers
 from comfy_api.latest import io
 
 import nodes  # ComfyUI's own
 
 from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.errors import RequestError
-from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache, check_threshold
+from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
 from ..parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
@@ -27,7 +24,6 @@ from .links import (
     OF_A_SAMPLER,
     ModelLink,
     check_links,
-    model_output,
     refuse_literals,
     strategy_input,
     threshold_input,
@@ -189,42 +185,3 @@ class ParallelSampler(io.ComfyNode):
         latent = job.run(settings, record)
         report, shown = finish(record, settings, job.parallel_model.job_model.file)
         return io.NodeOutput(latent, report, ui=shown)
-
-
-class ParallelStepCache(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ParallelStepCache",
-            display_name="Parallel Step Cache",
-            category=CATEGORY,
-            description="Lets KSampler and other samplers skip most blocks of the model in steps that change little "
-            "(First Block Cache). Approximate. Parallel Sampler has inputs of its own for it.",
-            search_aliases=["first block cache", "teacache", "step cache", "wavespeed", "easycache"],
-            inputs=[
-                io.Model.Input(
-                    "model", tooltip="From Parallel Model or a loader of this pack, also through other nodes."
-                ),
-                threshold_input(),
-            ],
-            outputs=[model_output()],
-        )
-
-    validate_inputs = refuse_literals("model")
-
-    @classmethod
-    def execute(cls, model: comfy.model_patcher.ModelPatcher, cache_threshold: float) -> io.NodeOutput:
-        check_links(model=model)
-        check_threshold(cache_threshold)
-        if not isinstance(model, JobPatcher):
-            raise RequestError(
-                "This MODEL is computed by ComfyUI's own process. Put Parallel Step Cache behind Parallel Model, or "
-                "take it out and use ComfyUI's EasyCache."
-            )
-        model = model.clone()
-        options = model.model_options["transformer_options"]
-        settings = permitted(options[SETTINGS], steps=0, step_cache=cache_threshold > 0)
-        if settings.mode == "manual":
-            check_step_cache(cache_threshold, settings.strategy)
-        options[STEP_CACHE] = cache_threshold
-        return io.NodeOutput(model)

@@ -1,4 +1,4 @@
-"""What other packs have replaced in ComfyUI's own modules in this process: functions, classes and plain values."""
+"""Finds functions, classes and plain values that other packs have replaced in ComfyUI's own modules in this process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from graphs import OURS, Graph
 from pack_nodes import COMFYUIS_NODES, module_fixture
 
-module = module_fixture("nodes.preload.next_prompt")
+module = module_fixture("nodes.preload.tail")
 
 TYPES = {
     "ParallelFluxLoader": ("PARALLEL_MODEL", "MODEL"),

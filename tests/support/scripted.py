@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
+from parallel_backend.errors import Cancelled
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -51,6 +53,19 @@ def is_held(spec: ModelSpec) -> bool:
 
 def two_ranks() -> Placement:
     return Placement(ParallelStrategy(ulysses_degree=2))
+
+
+def cancel_after_a_step(sidecar: Sidecar, weights: ModelSpec) -> None:
+    """Samples, and cancels once a step is reported. Fails if the request does not end by that."""
+    steps: list[int] = []
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights,
+            scripted_request(),
+            two_ranks(),
+            on_step=lambda step, *_: steps.append(step),
+            should_cancel=lambda: steps != [],
+        )
 
 
 def is_running(pid: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_nvml import GIB
-from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, RankFailed, from_wire
+from parallel_backend.errors import FAILURES, RANK_CRASHED, RankFailed, from_wire
 from parallel_backend.observability.gauges import Gauge
 from parallel_backend.observability.prometheus.metrics import MOST_MODELS, PREFIX, Metrics, pack_version
 from parallel_backend.requests import ModelSpec
@@ -20,7 +20,14 @@ from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.events import Released, RequestEnded, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
-from scripted import CRASH, scripted_request, scripted_sidecar, scripted_weights, two_ranks
+from scripted import (
+    CRASH,
+    cancel_after_a_step,
+    scripted_request,
+    scripted_sidecar,
+    scripted_weights,
+    two_ranks,
+)
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,15 +81,7 @@ def story(tmp_path_factory):
     stop = listen(metrics.on_event)
     try:
         sidecar.sample(weights, scripted_request(steps=3), two_ranks())
-        steps = []
-        with pytest.raises(Cancelled):
-            sidecar.sample(
-                weights,
-                scripted_request(),
-                two_ranks(),
-                on_step=lambda *step: steps.append(step),
-                should_cancel=lambda: steps != [],
-            )
+        cancel_after_a_step(sidecar, weights)
         warm = Scrape(metrics.text())
         with pytest.raises(RankFailed):
             sidecar.sample(weights, scripted_request(CRASH), two_ranks())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed
+from parallel_backend.errors import OutOfMemory, RankFailed
 from parallel_backend.sidecar.group.events import (
     Changed,
     Loaded,
@@ -13,7 +13,7 @@ from parallel_backend.sidecar.group.events import (
     listen,
 )
 from parallel_backend.wire import deadlines
-from scripted import CRASH, NO_MEMORY, scripted_request, two_ranks
+from scripted import CRASH, NO_MEMORY, cancel_after_a_step, scripted_request, two_ranks
 
 
 def facts(events):
@@ -35,15 +35,7 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, events):
 
 def test_every_way_to_end_has_its_name(sidecar, weights, events, monkeypatch):
     monkeypatch.setattr(deadlines, "REPORT", 0.5)
-    steps = []
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights,
-            scripted_request(),
-            two_ranks(),
-            on_step=lambda *step: steps.append(step),
-            should_cancel=lambda: steps != [],
-        )
+    cancel_after_a_step(sidecar, weights)
     cancelled = facts(events)[-1]
     assert (cancelled.result, cancelled.cancel_s > 0, cancelled.info) == ("cancelled", True, None)
     with pytest.raises(OutOfMemory):
