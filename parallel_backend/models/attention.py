@@ -93,13 +93,13 @@ _orders: dict[str, Tensor] = {}  # by device type
 
 def attention_by(attend: Replacement) -> AbstractContextManager[None]:
     """Makes `attend` answer attention calls in the `with` block."""
-    return _inside(_attend, attend)
+    return inside(_attend, attend)
 
 
 def attention_kernel(kernel: Replacement) -> AbstractContextManager[None]:
     """Makes `kernel` replace the library's own attention in the `with` block. A function set by attention_by() is
     called first and gets the kernel as its library's attention."""
-    return _inside(_kernel, kernel)
+    return inside(_kernel, kernel)
 
 
 def replaced(library: Attend, *, replaceable: bool = True) -> Attend | None:
@@ -125,7 +125,7 @@ def order_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     """Sets the variable to `value` in the `with` block."""
     before = variable.set(value)
     try:

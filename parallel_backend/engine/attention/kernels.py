@@ -87,6 +87,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
     """Returns softmax(q k^T / sqrt(D)) v, [B, H, S_q, D]."""
+    if not query.numel():  # a rank may have no tokens, and kernels cannot launch on none
+        return torch.empty_like(query)
     if kernel == TORCH:
         return F.scaled_dot_product_attention(query, key, value)
     return _dispatch(query, key, value, BY_NAME[kernel].diffusers).transpose(1, 2)
@@ -105,7 +107,7 @@ def attend_with_lse(
 
     `mask`: additive, in the queries' dtype; with a mask torch's operators compute. `kernel`: one with a `with_lse`.
     """
-    if not query.numel():  # a rank may have no tokens, and kernels cannot launch on none
+    if not query.numel():
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     if kernel != TORCH and mask is None:
         with_lse = BY_NAME[kernel].with_lse

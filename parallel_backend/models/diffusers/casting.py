@@ -30,6 +30,8 @@ class Fp8Linear(CastingLinear):
     five. The input is rounded to fp8 as well, with the scale 1, as in ComfyUI's fp8_e4m3fn_fast."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not input.numel():  # a rank may have no tokens
+            return super().forward(input)
         limit = torch.finfo(torch.float8_e4m3fn).max  # larger values would become NaN
         rows = input.reshape(-1, self.in_features).clamp(-limit, limit).to(torch.float8_e4m3fn)
         scale = torch.ones((), device=input.device)

@@ -4,23 +4,39 @@ Attention over the tokens of several ranks must replace the calls of `dispatch_a
 diffusers' own context parallelism (`parallel_config`) can be set up once per model and has no CFG split. It needs
 lengths that divide, except in variants that cannot combine Ulysses with Ring (docs/decisions/002). The processors look
 the function up in their module at each call, so one replacement there serves them all and no processor is copied.
-The rotary embedding is replaced in the same way while another function answers it (engine/attention/projections.py).
+
+The rotary embedding is replaced as well: diffusers' own cannot reshape a tensor without tokens, which a rank has if
+there are fewer tokens than ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..attention import AttentionCall, order_of, prepare_order, replaced
+from ..attention import AttentionCall, inside, order_of, prepare_order, replaced
 from ..base import Rotate
 
+_rotate: ContextVar[Rotate | None] = ContextVar("rotate", default=None)
 _original = transformer_flux.dispatch_attention_fn
+_rotated = transformer_flux.apply_rotary_emb
+
+
+def _routed_rotation(tokens: Tensor, freqs_cis: Any, sequence_dim: int = 2, **form: Any) -> Tensor:
+    def apply(parts: list[Tensor], by: Any) -> list[Tensor]:
+        return [_rotated(part, by, sequence_dim=sequence_dim, **form) for part in parts]
+
+    if not tokens.numel():
+        return tokens
+    rotate = None if torch.compiler.is_compiling() else _rotate.get()
+    if rotate is None:
+        return apply([tokens], freqs_cis)[0]
+    return rotate(apply, [tokens], freqs_cis, 3 - sequence_dim)[0]
 
 
 def _routed(
@@ -58,25 +74,13 @@ def _heads_first(call: AttentionCall) -> Tensor:
     return _original(*tokens_first, attn_mask=call.mask).transpose(1, 2)
 
 
-@contextmanager
-def rotary_by(rotate: Rotate) -> Iterator[None]:
+def rotary_by(rotate: Rotate) -> AbstractContextManager[None]:
     """Makes `rotate` compute each rotation of queries or keys while the context is open."""
-    original = transformer_flux.apply_rotary_emb
-
-    def routed(tokens: Tensor, freqs_cis: Any, sequence_dim: int = 2, **form: Any) -> Tensor:
-        def apply(parts: list[Tensor], by: Any) -> list[Tensor]:
-            return [original(part, by, sequence_dim=sequence_dim, **form) for part in parts]
-
-        return rotate(apply, [tokens], freqs_cis, 3 - sequence_dim)[0]
-
-    transformer_flux.apply_rotary_emb = routed
-    try:
-        yield
-    finally:
-        transformer_flux.apply_rotary_emb = original
+    return inside(_rotate, rotate)
 
 
 def patch_diffusers(device_type: str) -> None:
-    """Patches diffusers, so that a call can replace attention. `device_type`: of compiled blocks."""
+    """Patches diffusers, so that a call can replace attention and rotations. `device_type`: of compiled blocks."""
     transformer_flux.dispatch_attention_fn = _routed
+    transformer_flux.apply_rotary_emb = _routed_rotation
     prepare_order(device_type)

@@ -72,5 +72,6 @@ def test_only_layers_that_the_product_in_fp8_takes_multiply_in_it():
     half = stored_linear(torch.float16, inputs=32, outputs=16)
     cast_on_use(nn.ModuleList([fits, odd, half]), torch.bfloat16, in_fp8=True)
     assert [type(layer) for layer in (fits, odd, half)] == [Fp8Linear, CastingLinear, CastingLinear]
+    assert fits(torch.empty(1, 0, 32, dtype=torch.bfloat16)).shape == (1, 0, 16)
     huge = torch.full((1, 32), 1e4, dtype=torch.bfloat16)
     assert torch.isfinite(fits(huge)).all()  # values beyond fp8's range would become NaN
