@@ -154,11 +154,14 @@ class EarlyEncoder(Encoder):
     """A second stand-in for the same encoder, with which nodes of a waiting prompt run in another thread. It shares no
     module with the first. Its calls run while the devices are idle, and their answers are stored in `early`."""
 
-    def __init__(self, first: Encoder, should_cancel: Callable[[], bool]) -> None:
+    def __init__(self, patcher: EncoderPatcher, should_cancel: Callable[[], bool]) -> None:
+        """`patcher`: one of the first stand-in."""
+        first = patcher.encoder
         self.number, self.early, self._should_cancel = first.number, first.early, should_cancel
         self._stand_for(first._source, first._settings, first._placement)
-        # Methods in place of an encoder's call the first stand-in's modules; it is held, so that their ids stay theirs.
-        self._first = first
+        # Methods in place of an encoder's call the first stand-in's modules; they are held, so that their ids stay
+        # theirs. ComfyUI warns of modules without a patcher.
+        self._first = patcher
         self.outline.known.update(first.outline.known)
 
     def _unload_stock(self) -> None:

@@ -61,11 +61,13 @@ class NextPrompt:
             if not running and not waiting and self._has_ended():
                 return
             following = min(waiting, key=lambda item: item[:2], default=None)
+            if texts is not None and (following is None or texts.prompt_id != following[1]):
+                texts = None  # it holds a text encoder
             if running and following is not None and setting("preload_next"):
                 item = running[0]
                 if item[1] != running_id:
                     running_id, on_ranks = item[1], nodes_on_ranks(item[2], item[4])
-                if texts is None or texts.prompt_id != following[1]:
+                if texts is None:
                     texts = NextTexts(following, partial(self._is_gone, following[1]))
                 in_tail = _in_tail(item, on_ranks)
                 texts.encode(in_tail=in_tail)

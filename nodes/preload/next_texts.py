@@ -81,7 +81,7 @@ class NextTexts:
         if holder is None or not (in_tail or any(one.state is State.RUNNING for one in others)):
             raise NotNow  # others that run compute for the running prompt
         if node not in self._clips:
-            encoder = EarlyEncoder(clip.patcher.encoder, self._is_gone)
+            encoder = EarlyEncoder(clip.patcher, self._is_gone)
             self._clips[node] = _without_manager(stand_in_of(clip, encoder))
         return self._clips[node]
 

@@ -1,5 +1,6 @@
 """Texts of waiting prompts: which are encoded ahead, when, and for which call an answer is kept."""
 
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ PROMPT = "the prompt's id"
 
 module = module_fixture("nodes.preload.next_texts")
 encoder = module_fixture("nodes.job.encoder")
+next_prompt = module_fixture("nodes.preload.next_prompt")
 
 
 class TextNode:
@@ -211,6 +213,34 @@ def test_a_clip_that_comfyui_has_dropped_is_not_known_any_more(module, prompt, m
     prompt.made = None
     texts(module, prompt).encode(in_tail=True)
     assert TextNode.encoded == []
+
+
+def test_the_text_encoder_of_a_prompt_is_held_only_while_the_prompt_waits(next_prompt, monkeypatch):
+    """Else it takes memory until ComfyUI's queue is empty, though the prompt has run or was deleted."""
+    running, item, other = [
+        (number, name, {}, {}, []) for number, name in enumerate(("first", PROMPT, "last"))
+    ]
+    looks = iter([([running], [item]), ([item], []), ([running], [other]), ([running], [])])
+    made, held = [], []
+
+    class Texts:
+        def __init__(self, item, is_gone):
+            self.prompt_id = item[1]
+            made.append(weakref.ref(self))
+
+        def encode(self, in_tail):
+            assert not in_tail
+
+    def look_around(seconds):
+        held.append([one() is not None for one in made])
+
+    monkeypatch.setattr(next_prompt, "setting", lambda name: True)
+    monkeypatch.setattr(next_prompt, "_in_tail", lambda item, on_ranks: False)
+    monkeypatch.setattr(next_prompt, "NextTexts", Texts)
+    monkeypatch.setattr(next_prompt, "time", SimpleNamespace(sleep=look_around))
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: next(looks, ([], [])))
+    next_prompt.NextPrompt(queue)._watch()
+    assert held == [[True], [False], [False, True], [False, False]]
 
 
 def call(key):
