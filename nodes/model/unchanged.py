@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel_backend.job.changes import NESTED, SameModules, is_note
+from ...parallel_backend.job.changes import NESTED, SameModules, fields_of, is_note
 
 _SAMPLES = 64  # values compared of each weight
 _INTEGERS = {
@@ -20,18 +20,20 @@ _INTEGERS = {
 
 
 class SameNetwork:
-    """A record of the attributes, children, hooks and containers of all modules, and a few values of each weight."""
+    """A record of the attributes, children, hooks, containers and objects of all modules, and of a few values of each
+    weight."""
 
     def __init__(self, base: nn.Module, weights: Mapping[str, Tensor]) -> None:
         self._modules = SameModules(base)
-        found = (
+        attributes = (
             value
             for module in base.modules()
             for name, value in module.__dict__.items()
-            if isinstance(value, (list, dict, set)) and name not in NESTED and not is_note(name)
+            if name not in NESTED and not is_note(name)
         )
+        found = (one if isinstance(one, (list, dict, set)) else fields_of(one) for one in attributes)
         self._leaves: list[Any] = []  # held, so that no new object gets the id of one
-        self._containers = [(one, _contents(one, self._leaves)) for one in found]
+        self._containers = [(one, _contents(one, self._leaves)) for one in found if one is not None]
         self._weights = list(weights.values())
         self._places = [_place(weight) for weight in self._weights]
         self._views = _views(self._weights)

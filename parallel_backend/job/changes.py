@@ -6,7 +6,7 @@ import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -122,25 +122,47 @@ def is_same_class(one: type, other: type) -> bool:
     return names[0] == names[1] and one.__module__.startswith("comfy.") and "<locals>" in one.__qualname__
 
 
-def _is_equal(value: Any, other: Any) -> bool:
-    if value is other:
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of an object, such as a dataclass of settings; None for modules, tensors, functions,
+    classes, and what has none."""
+    others = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
+    return None if isinstance(value, others) else getattr(value, "__dict__", None)
+
+
+def _is_equal(value: Any, other: Any, within: tuple[int, ...] = ()) -> bool:
+    """`within`: the ids of the objects that hold `value`."""
+    if value is other or id(value) in within:
         return True
+    if isinstance(value, type):
+        return isinstance(other, type) and is_same_class(value, other)
     kind = type(value)
     if kind is not type(other):
         return False
-    if isinstance(value, torch.device):
+    if isinstance(value, (torch.device, nn.Module)):
         return True
-    if isinstance(value, (int, float, str, bool, torch.dtype)):
+    if isinstance(value, (int, float, str, bool, torch.dtype, set)):
         return bool(value == other)
+    if isinstance(value, torch.Tensor):
+        return _is_equal_tensor(value, other)
     if isinstance(value, types.FunctionType):
         return value.__code__ is other.__code__
     if isinstance(value, types.MethodType):
         return value.__func__ is other.__func__
     if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(_is_equal, value, other))
+        return len(value) == len(other) and all(map(_is_equal, value, other, repeat(within)))
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
-    return True  # objects of one class: the constructor made both
+        return value.keys() == other.keys() and all(
+            _is_equal(value[key], other[key], within) for key in value
+        )
+    return _is_equal(fields_of(value), fields_of(other), (*within, id(value)))
+
+
+def _is_equal_tensor(value: torch.Tensor, other: torch.Tensor) -> bool:
+    if (value.shape, value.dtype) != (other.shape, other.dtype):
+        return False
+    if value.is_meta or other.is_meta:
+        return True  # the constructor made the one without values
+    return value.device == other.device and torch.equal(value, other)
 
 
 class SameValues:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.scale = 2.0
+        self.scale, self.shift = 2.0, torch.zeros(4)
+        self.settings = SimpleNamespace(power=1, block=self)
+        self.activation = nn.Identity
 
     def forward(self, x):
-        return self.inner(x) * self.scale
+        return self.activation()(self.inner(x) * self.scale + self.shift) ** self.settings.power
 
     def note_size(self, size):
         """Stores an attribute, as methods of ComfyUI's classes do while they compute."""
@@ -68,6 +71,18 @@ def of_a_number(network):
     network.blocks[1].scale = 5.0
 
 
+def of_a_tensor(network):
+    network.blocks[1].shift = torch.ones(4)
+
+
+def of_a_field_of_an_object(network):
+    network.blocks[1].settings.power = 2
+
+
+def of_a_class_that_is_an_attribute(network):
+    network.blocks[1].activation = nn.ReLU
+
+
 def of_a_child(network):
     network.blocks[0].inner = nn.Sequential(network.blocks[0].inner, nn.ReLU())
 
@@ -84,6 +99,9 @@ WAYS = {
     of_class: "class",
     of_a_method: "attribute",
     of_a_number: "attribute",
+    of_a_tensor: "attribute",
+    of_a_field_of_an_object: "attribute",
+    of_a_class_that_is_an_attribute: "attribute",
     of_a_child: "child",
     of_hooks: "hooks",
     of_a_moved_block: "child",
@@ -112,7 +130,7 @@ def translated(changes: list[NetworkChange], paths: dict[nn.Module, str], there:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network], None]):
     here, there = pair()
-    pristine, known, x = Network().to("meta"), known_of(here), torch.randn(2, 4)
+    pristine, known, x = Network().to("meta"), known_of(here), torch.randn(2, 4)  # shift stays on the CPU
     before, paths = there(x), {module: path for path, module in here.named_modules()}
     assert list(changes_of(here, pristine, known)) == []
     way(here)
@@ -188,9 +206,7 @@ def test_what_comfyui_notes_on_a_model_for_itself_is_no_change():
 
 
 def test_what_packs_replace_in_a_module_or_class_goes_back():
-    import types
-
-    module = types.ModuleType("comfy_stand_in")
+    module = ModuleType("comfy_stand_in")
     module.attention, module.Block = len, Other
     method = Other.forward
     replaced = [

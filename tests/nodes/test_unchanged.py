@@ -1,5 +1,7 @@
 """The check that a network is unchanged since the last look: it notices each way in which nodes change one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ class Block(nn.Module):
         self.others: list[object] = []
         self.functions = [lambda: 0]
         self.table = {"first": [1]}
+        self.settings = SimpleNamespace(theta=1)
 
     def forward(self, x):
         return self.layer(x)
@@ -55,6 +58,7 @@ CHANGES = {
     "an entry of a list": lambda base: base.diffusion_model.__setitem__(0, Block()),
     "one block more": lambda base: base.diffusion_model.append(Block()),
     "a hook": lambda base: base.diffusion_model[0].register_forward_hook(lambda *_: None),
+    "a field of an object": lambda base: setattr(base.diffusion_model[0].settings, "theta", 2),
     "a list": lambda base: base.diffusion_model[0].others.append(1.5),
     "a function in the place of one that is gone": _replace_function,
     "a list in a dict": lambda base: base.diffusion_model[0].table["first"].append(2),
