@@ -27,7 +27,7 @@ EXACT = 1e-5  # relative to the largest value
 ROWS, SIZE, PATCHES = 2, (9, 7), 3  # tokens that do not divide evenly into patches
 STAGED = [name for name in TABLE if has_stages(name)]
 TWO_LISTS = {name for name in STAGED if len(TABLE[name].regions[-1].lists) == 2}
-TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # many blocks, of the same kinds as Flux
+TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # of the same kinds of blocks as Flux
 TWO = ParallelStrategy(pipefusion_degree=2)
 # Two ranks per stage, with equal and with unequal shares.
 ULYSSES, RING = TWO.replace(ulysses_degree=2), TWO.replace(ring_degree=2)
