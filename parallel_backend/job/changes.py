@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import nn
 
@@ -140,10 +142,14 @@ def _is_equal(value: Any, other: Any, within: tuple[int, ...] = ()) -> bool:
         return False
     if isinstance(value, (torch.device, nn.Module)):
         return True
-    if isinstance(value, (int, float, str, bool, torch.dtype, set)):
+    if isinstance(value, (int, float, str, bool, torch.dtype, set, types.BuiltinFunctionType)):
         return bool(value == other)
     if isinstance(value, torch.Tensor):
         return _is_equal_tensor(value, other)
+    if isinstance(value, numpy.ndarray):
+        return numpy.array_equal(value, other)
+    if isinstance(value, functools.partial):
+        value, other = ((one.func, one.args, one.keywords) for one in (value, other))
     if isinstance(value, types.FunctionType):
         return value.__code__ is other.__code__
     if isinstance(value, types.MethodType):

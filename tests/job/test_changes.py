@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -23,9 +25,11 @@ class Block(nn.Module):
         self.scale, self.shift = 2.0, torch.zeros(4)
         self.settings = SimpleNamespace(power=1, block=self)
         self.activation = nn.Identity
+        self.clamp, self.factors = partial(torch.clamp, min=-1e3), numpy.ones(4, numpy.float32)
 
     def forward(self, x):
-        return self.activation()(self.inner(x) * self.scale + self.shift) ** self.settings.power
+        x = self.activation()(self.inner(x) * self.scale + self.shift) ** self.settings.power
+        return self.clamp(x) * torch.from_numpy(self.factors)
 
     def note_size(self, size):
         """Stores an attribute, as methods of ComfyUI's classes do while they compute."""
@@ -75,6 +79,14 @@ def of_a_tensor(network):
     network.blocks[1].shift = torch.ones(4)
 
 
+def of_an_array(network):
+    network.blocks[1].factors = numpy.full(4, 2, numpy.float32)
+
+
+def of_a_bound_argument(network):
+    network.blocks[1].clamp = partial(torch.clamp, min=0.5)
+
+
 def of_a_field_of_an_object(network):
     network.blocks[1].settings.power = 2
 
@@ -100,6 +112,8 @@ WAYS = {
     of_a_method: "attribute",
     of_a_number: "attribute",
     of_a_tensor: "attribute",
+    of_an_array: "attribute",
+    of_a_bound_argument: "attribute",
     of_a_field_of_an_object: "attribute",
     of_a_class_that_is_an_attribute: "attribute",
     of_a_child: "child",

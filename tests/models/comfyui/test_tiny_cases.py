@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel_backend.job.changes import changes_of
 from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.table import TABLE, token_mode
@@ -67,3 +68,12 @@ def test_cases_are_of_their_class_and_cover_its_calls(comfyui_here, name):
         assert modes == {BANDS}
     else:
         assert modes - {BLOCK} == ({STAY} if TABLE[name].stays_with else set())
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_no_changes_are_found_between_two_networks_as_comfyui_builds_them(comfyui_here, name):
+    """Else what a constructor makes would go with each job as a node's change."""
+    build, _ = next(iter(cases.CASES[name].values()))
+    here, pristine = build(), build()
+    known = {id(module): ("module", path) for path, module in here.named_modules()}
+    assert list(changes_of(here, pristine, known)) == []
