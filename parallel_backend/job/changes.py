@@ -137,8 +137,7 @@ def _is_equal(value: Any, other: Any, within: tuple[int, ...] = ()) -> bool:
         return True
     if isinstance(value, type):
         return isinstance(other, type) and is_same_class(value, other)
-    kind = type(value)
-    if kind is not type(other):
+    if type(value) is not type(other):
         return False
     if isinstance(value, (torch.device, nn.Module)):
         return True
