@@ -209,7 +209,8 @@ def test_run_ends_a_measurement_and_comes_next(page, measuring):
     wait_until(lambda: "run" in kinds())
     wait_until(lambda: not queued(measuring))
     assert kinds()[-1] == "run" and kinds().count("run") == 1
-    assert page.evaluate(f"() => ({CANDIDATES})().some(row => row.time === 'not tried')")
+    # The rows are empty from the run's start until its output reaches the page.
+    page.wait_for_function(f"() => ({CANDIDATES})().some(row => row.time === 'not tried')")
     page.get_by_role("button", name="Measure the rest").wait_for()
 
 
