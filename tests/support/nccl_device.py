@@ -119,7 +119,7 @@ class _Work(dist.Work):
         self.error: Exception | None = None
         self._outputs = list(outputs)
         # An input inside an output is overwritten on purpose; FSDP places its input there.
-        self._sent = [(t, bytes_of(t)) for t in inputs if not any(overlap(t, out) for out in outputs)]
+        self._sent = [(t, _content(t)) for t in inputs if not any(overlap(t, out) for out in outputs)]
         for output in outputs:
             ctypes.memset(output.data_ptr(), _POISON, output.nbytes)
 
@@ -130,7 +130,7 @@ class _Work(dist.Work):
         if self.error is not None:
             raise self.error
         for tensor, sent in self._sent:
-            if not torch.equal(bytes_of(tensor), sent):
+            if _content(tensor) != sent:
                 raise NcclError(f"{self.name}: what is sent was written to before the wait")
         for output, arrived in zip(self._outputs, self.arrived, strict=True):
             ctypes.memmove(output.data_ptr(), arrived.data_ptr(), output.nbytes)
@@ -154,6 +154,11 @@ def _check(name: str, tensor: Tensor) -> None:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns a copy of a tensor's bytes, [nbytes] uint8."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
+
+
+def _content(tensor: Tensor) -> bytes:
+    """Returns the bytes of a contiguous tensor, which compare several times as fast as tensors."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -255,7 +255,7 @@ def _note(value: Any = None) -> Tensor:
 
 
 def _noted(note: Tensor) -> Any:
-    return json.loads(bytes(note.tolist()))
+    return json.loads(note.numpy().tobytes())
 
 
 def _everyones(gloo: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import tempfile
@@ -85,6 +86,7 @@ def _collect(pipes, timeout: float) -> list[Any]:
 
 
 def _rank(fn, rank, world_size, store, writer, args, backend, device) -> None:
+    gc.freeze()  # a garbage collection would write to every page of what the parent has imported, and so copy it
     torch.set_num_threads(1)
     try:
         register()
