@@ -104,7 +104,7 @@ samples; by hand it is `ulysses_degree`. By arithmetic: in a video of 44,000 tok
 `tensor_degree` gives each device some heads and hidden channels of every layer, and so its part of the weights, for
 {sliced}:
 from plain files in bf16, fp16, fp32 and fp8, and from fp8 with one scale for each layer. LoRAs count, those of prompts'
-hooks too. It goes with CFG, data, Ulysses, Ring and `shard_weights` (then without a LoRA), where it divides the heads.
+hooks too. It goes with CFG, data, Ulysses, Ring and `shard_weights`, where it divides the heads.
 Refused by name: code of nodes that takes part within blocks, that sets a weight, wraps it or asks for all, GGUF, and
 formats with a scale for each part of a layer. `auto` never chooses it.
 

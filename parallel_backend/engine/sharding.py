@@ -166,6 +166,17 @@ class ByteSharding:
         for part in self._parts:
             part.show_shapes(shapes)
 
+    def keeps(self, name: str) -> bool:
+        """Returns True if this rank's share has a part of a parameter, by its name in the module."""
+        return self._part_of(name).keeps(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Stores another value of a parameter, of the same dtype and shape, in this rank's share."""
+        self._part_of(name).put(name, value)
+
+    def _part_of(self, name: str) -> _Part:
+        return next(part for part in self._parts if part.has(name))
+
     def rest(self) -> None:
         """Tells that no further block of this call computes. All ranks call it at the same block."""
         self._rests = True
@@ -289,6 +300,26 @@ class _Part:
         for name, shared in self._shared.items():
             shape = shapes.get(name, shared.shape)
             shared.absent = shared.number.expand(tuple(shape)).as_subclass(AbsentWeight)
+        self.drop()
+
+    def has(self, name: str) -> bool:
+        return name in self._shared
+
+    def keeps(self, name: str) -> bool:
+        last = self._first + self.share.numel()
+        spans = (
+            (begin, begin + shape.numel() * dtype.itemsize)
+            for dtype, shape, begin in self._shared[name].pieces
+        )
+        return any(begin < last and end > self._first for begin, end in spans)
+
+    def put(self, name: str, value: Tensor) -> None:
+        pieces, (tensors, _) = self._shared[name].pieces, component_tensors(value)
+        for tensor, (dtype, shape, begin) in zip(tensors, pieces, strict=True):
+            assert (tensor.dtype, tensor.shape) == (dtype, shape), (
+                "ComfyUI patches a weight in its own format"
+            )
+            self._keep(tensor, begin)
         self.drop()
 
     def fill(self, whole: Tensor) -> None:

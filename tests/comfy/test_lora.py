@@ -24,6 +24,10 @@ STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
 SAMPLING = {"cfg": 2.0, "steps": 2}
 
 
+def devices_of(choice: dict) -> str:
+    return f"cpu:{prod(choice[axis] for axis in AXES if axis in choice)}"
+
+
 def stacked(graph: Graph, model: list, loras: dict[str, str], stack) -> list:
     for name, strength in stack:
         model = graph.lora(model, loras[name], strength)
@@ -43,7 +47,7 @@ def assert_stocks(
     """Asserts that a stack of LoRAs counts as in stock on our PARALLEL_MODEL. Returns the report. `by`: "KSampler" too
     for ComfyUI's own loader on our MODEL; it and Parallel LoRA Loader call one function of ComfyUI."""
     graph = Graph()
-    ours = graph.model(OURS, unet, f"cpu:{prod(choice[axis] for axis in AXES if axis in choice)}", **choice)
+    ours = graph.model(OURS, unet, devices_of(choice), **choice)
     stock = graph.model(STOCK, unet)
     ways = {
         "KSampler": stacked(graph, ours, loras, stack),
@@ -78,6 +82,7 @@ def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, lor
         {"cfg": 2, "offload_weights": True},
         {"pipefusion": 2, "warmup_steps": 2},
         {"tensor": 2},
+        {"tensor": 2, "cfg": 2, "shard_weights": True},
     ],
     ids=lambda choice: " ".join(f"{name}{value}" for name, value in choice.items()),
 )
@@ -92,11 +97,24 @@ def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
     assert_stocks(comfy, unet, loras, STACK, tolerance=1e-2)
 
 
-def test_slices_of_shared_weights_refuse_loras(comfy, unet, loras):
-    graph = Graph()
-    ours = graph.model(OURS, unet, "cpu:4", tensor=2, shard_weights=True, cfg=2)
-    latent = graph.ksampler(stacked(graph, ours, loras, STACK), *graph.request(), **SAMPLING)
-    refusal(comfy, graph, latent, "set shard_weights to off")
+@pytest.mark.parametrize(
+    "choice",
+    [{"cfg": 2, "shard_weights": True}, {"tensor": 2}, {"tensor": 2, "cfg": 2, "shard_weights": True}],
+)
+def test_changed_fp8_weights_are_rounded_as_in_stock_wherever_they_are_shared_out(comfy, choice):
+    graph = AnyGraph(comfy, "wan_fp8")
+    weights = load_file(comfy.models() / graph.file)
+    name, lora = "diffusion_model.blocks.0", {}
+    for layer in ("self_attn.q", "self_attn.o", "ffn.0", "ffn.2"):
+        rows, columns = weights[f"blocks.0.{layer}.weight"].shape
+        lora[f"{name}.{layer}.lora_up.weight"] = torch.randn(rows, 4)
+        lora[f"{name}.{layer}.lora_down.weight"] = torch.randn(4, columns) * 0.05
+    lora[f"{name}.self_attn.norm_q.diff"] = torch.randn_like(weights["blocks.0.self_attn.norm_q.weight"])
+    save_file(lora, comfy.models("loras") / "wan_fp8.safetensors")
+    stock = graph.stock()
+    models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
+    models = {way: graph.lora(model, "wan_fp8.safetensors") for way, model in models.items()}
+    compared(comfy, graph, graph.sampled_by(models | {"without": stock}, graph.request(), **SAMPLING))
 
 
 @pytest.mark.parametrize(
@@ -121,15 +139,25 @@ def test_a_lora_of_comfyuis_other_loaders_gives_the_stock_latent(comfy, unet, lo
 def resident(comfy, unet, loras, stack=(), choice=ULYSSES) -> tuple[torch.Tensor, str]:
     """Returns Parallel Sampler's latent and report."""
     graph = Graph()
-    parallel = [graph.parallel_loader(unet, "cpu:2", **choice), 0]
+    parallel = [graph.parallel_loader(unet, devices_of(choice), **choice), 0]
     latent = graph.parallel_sampler(stacked_in_parallel(graph, parallel, loras, stack), *graph.request())
     found = latents(comfy, graph, {"ours": latent})
     return found["ours"], found["report"]
 
 
-def test_slices_of_layers_lose_loras_again(comfy, unet, loras):
-    base, changed, after = (resident(comfy, unet, loras, one, {"tensor": 2})[0] for one in ((), STACK, ()))
-    assert after.equal(base) and not changed.equal(base)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"tensor": 2},
+        {"ulysses": 2, "shard_weights": True},
+        {"tensor": 2, "cfg": 2, "shard_weights": True},
+    ],
+)
+def test_parts_of_weights_lose_loras_again(comfy, unet, loras, choice):
+    stacks = ((), STACK, STACK[:1], STACK, ())
+    base, changed, other, again, after = (resident(comfy, unet, loras, one, choice)[0] for one in stacks)
+    assert after.equal(base) and again.equal(changed)
+    assert not changed.equal(base) and not changed.equal(other)
 
 
 def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for_bit(comfy, unet, loras):
@@ -248,6 +276,7 @@ def prompts_that_share_the_image_and_the_steps(graph: Hooked, loras: dict) -> tu
         (changing_strengths, {"ulysses": 2}, None),
         (one_prompt_of_two, {"cfg": 2}, "peft, alpha"),
         (one_prompt_of_two, {"tensor": 2}, "peft, alpha"),
+        (one_prompt_of_two, {"tensor": 2, "cfg": 2, "shard_weights": True}, "peft, alpha"),
         (prompts_that_share_the_image_and_the_steps, {"ring": 2}, None),
         (prompts_that_share_the_image_and_the_steps, {"tensor": 2}, None),
     ],
@@ -255,7 +284,7 @@ def prompts_that_share_the_image_and_the_steps(graph: Hooked, loras: dict) -> tu
 def test_hooks_of_prompts_give_the_stock_latent(comfy, unet, loras, prompts, choice, base):
     """`base`: a LoRA for the whole run."""
     graph = Hooked()
-    parallel, stock = [graph.parallel_loader(unet, "cpu:2", **choice), 0], graph.model(STOCK, unet)
+    parallel, stock = [graph.parallel_loader(unet, devices_of(choice), **choice), 0], graph.model(STOCK, unet)
     if base is not None:
         stock = graph.lora(stock, loras[base])
         parallel = stacked_in_parallel(graph, parallel, loras, [(base, 0.8)])
@@ -295,20 +324,15 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy):
 
 
 @pytest.mark.parametrize(
-    ("lora", "choice", "words"),
+    ("lora", "words"),
     [
-        ("wrong shapes", {}, r"has the shape \[256, 256\]"),
-        ("no key", {}, "none of its keys is known"),
-        ("wider input, comfyui", {}, r"makes img_in\.weight larger .* load it for the whole run"),
-        (
-            "kohya",
-            {"tensor": 2, "cfg": 2, "shard_weights": True},
-            "set shard_weights to off or tensor_degree to 1",
-        ),
+        ("wrong shapes", r"has the shape \[256, 256\]"),
+        ("no key", "none of its keys is known"),
+        ("wider input, comfyui", r"makes img_in\.weight larger .* load it for the whole run"),
     ],
 )
-def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, choice, words):
+def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, words):
     graph = Hooked()
     prompt = graph.hooked(graph.text(1), graph.hook(loras[lora]))
-    ours = graph.model(OURS, unet, "cpu:4" if choice else "cpu:2", **choice)
+    ours = graph.model(OURS, unet, "cpu:2")
     refusal(comfy, graph, graph.ksampler(ours, prompt, graph.text(2), graph.latent()), words)

@@ -226,7 +226,10 @@ def _meeting_class(kind: type, way: str) -> type:
         """Normalises all heads of a token by their root mean square, as torch does: in float32, rounded once."""
         squares = self.meet(x.float().square().sum(-1, keepdim=True))
         scale = torch.rsqrt(squares / self.all_heads + self.eps)
-        return (x.float() * scale * self.weight.to(x.device, torch.float32)).to(x.dtype)
+        weight = self.weight.to(x.device, torch.float32)
+        for function in getattr(self, "weight_function", ()):  # LoRAs on a sharded weight
+            weight = function(weight)
+        return (x.float() * scale * weight).to(x.dtype)
 
     forward = {"sum": add_up, "join": join, "norm": norm}[way]
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from ....errors import RequestError
 from ..formats.gguf import is_packed, unpacked
+from ..formats.slices import Cut, is_plain
 from ..placing import moved
 from .mapped import find_in
 
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
     from ..model import ComfyUIModel
 
 _OWNED = ("weight", "bias")
-_SHARED_SLICES = (
-    "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
-    "tensor_degree to 1."
-)
-
+_PREFIX = "diffusion_model."  # of the network's names in ComfyUI's BaseModel
 
 _Patcher: Any = (
     object  # stands for ComfyUI's ModelPatcher or its subclass, before which the classes below are mixed in
@@ -206,37 +203,78 @@ class _LateHooks(_Patcher):
 
 
 class _Sharded(_LateHooks):
-    """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
+    """Patches weights of which each rank has a share (shard_weights), or a share of a slice: the whole weight from the
+    file, as ComfyUI does, of which the rank then stores its share. Weights that a patch makes larger, and packed ones
+    (GGUF), are patched on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
 
+    patches: dict[str, Any]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load(self, device_to: Any = None, *unused: Any, **options: Any) -> None:
-        import comfy.lora
         from comfy.utils import get_attr
 
         # ComfyUI lists the modules whose weights it patches: those without others inside.
         listed = {f"{name}.{own}" for *_, name, _, parameters in self._load_list() for own in parameters}
-        for key in listed & self.patches.keys():
+        patches, originals = self.patches, self.held.originals
+        late, shapes = dict[str, Any](), dict[str, Sequence[int]]()
+        for key in listed & patches.keys():
+            weight = get_attr(self.model, key)
+            if weight is None:
+                continue  # a bias that another rank has
             _functions_of(self, key)
-        sharding = self.held.byte_sharding
-        sharding.show_shapes({})
-        if hasattr(comfy.lora, "calculate_shape"):  # ComfyUI before 0.14 has none
-            weights = {key: get_attr(self.model, key) for key in self.patches}
-            shapes = {
-                key.removeprefix("diffusion_model."): comfy.lora.calculate_shape(
-                    self.patches[key], weight, key
-                )
-                for key, weight in weights.items()
-                if weight is not None  # a bias that another rank has
-            }
-            sharding.show_shapes(shapes)
-        super().load(device_to, 0, False, False)
+            shape = _shape_with(patches[key], weight, key)
+            if shape != weight.shape or key not in originals or is_packed(originals[key]):
+                late[key], shapes[key.removeprefix(_PREFIX)] = patches[key], shape
+            elif key not in self.backup:
+                self.backup[key] = _Backup(weight, False)
+                self._store(key, patched=True)
+        self.held.byte_sharding.show_shapes(shapes)
+        self.patches = late
+        try:
+            super().load(device_to, 0, False, False)
+        finally:
+            self.patches = patches
+        for key, cut in self.held.cuts.items():
+            path, _, name = key.rpartition(".")
+            layer = self.model.get_submodule(path)
+            if hasattr(layer, "comfy_cast_weights"):
+                setattr(layer, f"{name}_function", _OnWhole(self, key, cut))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights:
+            for key in list(self.backup):
+                self._store(key, patched=False)
+                del self.backup[key]
+        super().unpatch_model(device_to, unpatch_weights)
 
     def pin_weight_to_device(self, key: str) -> None:
         pass
 
+    def _store(self, key: str, *, patched: bool) -> None:
+        """Stores this rank's share of the file's weight, with or without the patches."""
+        from comfy.utils import get_attr, set_attr_param
+
+        sharding, name, cut = self.held.byte_sharding, key.removeprefix(_PREFIX), self.held.cuts.get(key)
+        if not sharding.keeps(name):
+            return
+        absent = get_attr(self.model, key)
+        value: torch.Tensor = moved(self.held.originals[key], self.load_device, absent.dtype, None)
+        try:
+            if patched:
+                set_attr_param(self.model, key, value)
+                _InRank.patch_weight_to_device(self, key, self.load_device)
+                value = get_attr(self.model, key)
+            sharding.put(name, value if cut is None else cut.of(value))
+        finally:
+            set_attr_param(self.model, key, absent)
+
 
 class _Sliced(_Patcher):
     """Patches weights of which each rank has a slice (tensor parallelism): the whole weight from the file, as ComfyUI
-    does, of which the model then gets this rank's slice. Refuses patches on slices that are sharded as well."""
+    does, of which the model then gets this rank's slice."""
 
     def load(self, *args: Any, **kwargs: Any) -> None:
         if wrapped := self.held.cuts.keys() & self.weight_wrapper_patches.keys():
@@ -244,15 +282,7 @@ class _Sliced(_Patcher):
                 f"A node puts a function of its own around {min(wrapped)}, of which each device has a part; set "
                 f"tensor_degree to 1."
             )
-        if self.held.byte_sharding is not None and self.held.cuts.keys() & self.patches.keys():
-            raise RequestError(_SHARED_SLICES)
         super().load(*args, **kwargs)
-
-    def patch_hooks(self, hooks: Any) -> None:
-        is_late = isinstance(self, _LateHooks)
-        if is_late and hooks is not None and self.get_combined_hook_patches(hooks=hooks):
-            raise RequestError(_SHARED_SLICES)
-        super().patch_hooks(hooks)
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
         from comfy.utils import get_attr, set_attr_param
@@ -298,6 +328,38 @@ class _Sliced(_Patcher):
     def _whole(self, key: str, part: torch.Tensor) -> nn.Parameter:
         """Returns a weight of the file like `part`, this rank's slice of it."""
         return moved(cast(nn.Parameter, self.held.originals[key]), part.device, part.dtype, None)
+
+
+class _OnWhole(list[Any]):
+    """The functions of a sharded slice of a weight, as one: the first gets the file's weight with the job's patches,
+    and the layer this rank's slice, `cut`, of what the last returns."""
+
+    def __init__(self, patcher: Any, key: str, cut: Cut) -> None:
+        super().__init__()
+        self._original, self._key, self._cut = patcher.held.originals[key], key, cut
+        self._patches = patcher.patches.get(key, [])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self._apply,) if self else ())
+
+    def _apply(self, part: torch.Tensor) -> torch.Tensor:
+        from comfy.lora import calculate_weight
+
+        weight: torch.Tensor = moved(self._original, part.device, None, None)
+        weight = weight.to(part.dtype, copy=True) if is_plain(weight) else weight.to(part.dtype).dequantize()
+        weight = calculate_weight(self._patches, weight, self._key, intermediate_dtype=weight.dtype)
+        for function in super().__iter__():
+            weight = function(weight)
+        return self._cut.of(weight)
+
+
+def _shape_with(patches: Sequence[Any], weight: torch.Tensor, key: str) -> torch.Size:
+    """Returns the shape of a weight with these patches."""
+    import comfy.lora
+
+    if not hasattr(comfy.lora, "calculate_shape"):  # ComfyUI before 0.14 has none
+        return weight.shape
+    return torch.Size(comfy.lora.calculate_shape(patches, weight, key))
 
 
 def _functions_of(patcher: Any, key: str) -> list[Any]:
