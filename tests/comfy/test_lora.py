@@ -294,6 +294,23 @@ def test_hooks_of_prompts_give_the_stock_latent(comfy, unet, loras, prompts, cho
     assert "result: exact" in compared(comfy, graph, ways)["report"]
 
 
+@pytest.mark.parametrize(
+    "choice", [{"cfg": 2, "shard_weights": True}, {"tensor": 2, "cfg": 2, "shard_weights": True}]
+)
+def test_hooks_of_prompts_round_shared_fp8_weights_as_they_round_whole_ones(comfy, loras, choice):
+    """Stock on a CPU holds a plain fp8 file in fp32 and rounds no changed weight."""
+    graph, found = Hooked(), {}
+    unet = comfy.write_flux("tiny_fp8.safetensors", dtype=torch.float8_e4m3fn)
+    prompts, latent = one_prompt_of_two(graph, loras), graph.latent()
+    for way, devices in {"whole": {"cfg": 2}, "parts": choice}.items():
+        model = graph.lora(graph.model(OURS, unet, devices_of(devices), **devices), loras["peft, alpha"])
+        found[way] = graph.ksampler(model, *prompts, latent, **SAMPLING)
+    found["without"] = graph.ksampler(model, graph.text(1), graph.text(2), latent, **SAMPLING)
+    found = latents(comfy, graph, found)
+    assert relative_difference(found["parts"], found["whole"]) <= TOLERANCE
+    assert relative_difference(found["without"], found["whole"]) > 100 * TOLERANCE
+
+
 def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
     graph = Hooked()
     stock = graph.model(STOCK, unet)

@@ -183,14 +183,11 @@ class _LateHooks(_Patcher):
     """Applies the LoRAs of a prompt's hooks when a weight is used, after those of the whole job."""
 
     def patch_hooks(self, hooks: Any) -> None:
-        from comfy.model_patcher import LowVramPatch
-
         self.unpatch_hooks()
-        if hooks is not None:
-            patches = self.get_combined_hook_patches(hooks=hooks)
-            for key in patches:
-                self.hook_backup[key] = LowVramPatch(key, patches)
-                _functions_of(self, key).append(self.hook_backup[key])
+        patches = {} if hooks is None else self.get_combined_hook_patches(hooks=hooks)
+        for key, found in patches.items():
+            self.hook_backup[key] = _LatePatch(self, key, found)
+            _functions_of(self, key).append(self.hook_backup[key])
         self.current_hooks = hooks
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
@@ -330,25 +327,44 @@ class _Sliced(_Patcher):
         return moved(cast(nn.Parameter, self.held.originals[key]), part.device, part.dtype, None)
 
 
+class _LatePatch:
+    """Patches a weight each time it is used, as ComfyUI patches one: in float32, and rounded to the weight's dtype."""
+
+    def __init__(self, patcher: Any, key: str, patches: Sequence[Any]) -> None:
+        from comfy.utils import get_attr
+
+        self._key, self._patches = key, patches
+        original = patcher.held.originals.get(key)
+        is_quantised = original is not None and not is_plain(original)
+        self._dtype = None if is_quantised else get_attr(patcher.model, key).dtype
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        from comfy.float import stochastic_rounding
+        from comfy.lora import calculate_weight
+        from comfy.utils import string_to_seed
+
+        patched: torch.Tensor = calculate_weight(self._patches, weight.float(), self._key)
+        if self._dtype is not None:
+            patched = stochastic_rounding(patched, self._dtype, seed=string_to_seed(self._key))
+        return patched.to(weight.dtype)
+
+
 class _OnWhole(list[Any]):
     """The functions of a sharded slice of a weight, as one: the first gets the file's weight with the job's patches,
     and the layer this rank's slice, `cut`, of what the last returns."""
 
     def __init__(self, patcher: Any, key: str, cut: Cut) -> None:
         super().__init__()
-        self._original, self._key, self._cut = patcher.held.originals[key], key, cut
-        self._patches = patcher.patches.get(key, [])
+        self._original, self._cut = patcher.held.originals[key], cut
+        self._patches = [_LatePatch(patcher, key, patcher.patches[key])] if key in patcher.patches else []
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self._apply,) if self else ())
 
     def _apply(self, part: torch.Tensor) -> torch.Tensor:
-        from comfy.lora import calculate_weight
-
         weight: torch.Tensor = moved(self._original, part.device, None, None)
         weight = weight.to(part.dtype, copy=True) if is_plain(weight) else weight.to(part.dtype).dequantize()
-        weight = calculate_weight(self._patches, weight, self._key, intermediate_dtype=weight.dtype)
-        for function in super().__iter__():
+        for function in (*self._patches, *super().__iter__()):
             weight = function(weight)
         return self._cut.of(weight)
 
