@@ -327,6 +327,20 @@ def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
     assert relative_difference(after, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("choice", [{"tensor": 2}, {"tensor": 2, "cfg": 2, "shard_weights": True}])
+def test_hooks_change_norms_over_heads_that_ranks_share(comfy, choice):
+    graph = AnyGraph(comfy, "wan_t2v")
+    name = "blocks.0.self_attn.norm_q"
+    norm = torch.randn_like(load_file(comfy.models() / graph.file)[f"{name}.weight"])
+    save_file({f"diffusion_model.{name}.diff": norm}, comfy.models("loras") / "wan_norm.safetensors")
+    hook = graph.add("CreateHookLoraModelOnly", lora_name="wan_norm.safetensors", strength_model=1.0)
+    stock, (positive, *others) = graph.stock(), graph.request()
+    models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
+    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SAMPLING)
+    ways["without"] = graph.ksampler(stock, positive, *others, **SAMPLING)
+    compared(comfy, graph, ways)
+
+
 def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy):
     graph = AnyGraph(comfy, "sd3")
     folder = comfy.models("checkpoints")

@@ -21,7 +21,7 @@ from parallel_backend.engine.sharding import AbsentWeight, ByteSharding
 from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
-from parallel_backend.models.comfyui.placing import blocks_of
+from parallel_backend.models.comfyui.placing import blocks_of, moved
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.staging import component_tensors
 from parallel_backend.requests import ModuleCall, Placement
@@ -58,8 +58,9 @@ def stored_bytes(module):
 
 
 def sharded_answers(world, paths):
-    """Returns for each file: ([answers to two calls, to one after a sleep, to one after a share was lost], bytes of
-    this rank's shares, numbers that the parameters hold between calls, bytes sent by a call)."""
+    """Returns for each file: ([answers to two calls, to one after a sleep, to one after a share was lost and stored
+    again, to one before that], bytes of this rank's shares, numbers that the parameters hold between calls, bytes sent
+    by a call, share of the parameters that this rank has a part of)."""
     results = {}
     for form, path in paths.items():
         sharding, traffic = sharding_over(world)
@@ -76,7 +77,14 @@ def sharded_answers(world, paths):
         if world.rank == 1:
             for share in sharding.shares:
                 share.data.zero_()
-        results[form] = [first, again, woken, answer(model)], held, left, sent
+        lost = answer(model)
+        names = [name.removeprefix("diffusion_model.") for name in model.originals]
+        kept = [name for name in names if sharding.keeps(name)]
+        for name in kept:
+            original = model.originals[f"diffusion_model.{name}"]
+            sharding.put(name, moved(original, CPU, model.module.get_parameter(name).dtype, None))
+        answers = [first, again, woken, answer(model), lost]
+        results[form] = answers, held, left, sent, len(kept) / len(names)
     return results
 
 
@@ -89,13 +97,14 @@ def test_sharded_weights_give_what_whole_ones_give(files, ranks, forms):
         total, parts = stored_bytes(whole.module), 1 + len(list(blocks_of(whole.module)))
         plain = answer(whole)
         for result in results:
-            (*answers, lost), held, left, sent = result[form]
+            (*answers, lost), held, left, sent, kept = result[form]
             errors = [relative_difference(found, plain) for found in answers]
             assert max(errors) <= TOLERANCE, (form, errors)
             assert not relative_difference(lost, plain) < 1e-2, "every rank needs every rank's share"
             assert left == 0, "between calls nothing is whole"
             assert total / ranks <= held <= 1.1 * total / ranks + parts * 1024
             assert sent == (ranks - 1) * held, "each part travels once in a call"
+            assert kept < 0.9, "a rank need not store what others keep"
 
 
 def job_under(world, path, strategy):

@@ -219,9 +219,9 @@ class _Sharded(_LateHooks):
             weight = get_attr(self.model, key)
             if weight is None:
                 continue  # a bias that another rank has
-            _functions_of(self, key)
             shape = _shape_with(patches[key], weight, key)
             if shape != weight.shape or key not in originals or is_packed(originals[key]):
+                _functions_of(self, key)  # refuses a layer that has none
                 late[key], shapes[key.removeprefix(_PREFIX)] = patches[key], shape
             elif key not in self.backup:
                 self.backup[key] = _Backup(weight, False)
