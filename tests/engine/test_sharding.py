@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_weight_files import CPU, inputs, spec, write
+from comfy_weight_files import CPU, answer, inputs, spec, write
 from differences import numbers_held, relative_difference
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.blocks.step_cache import ModuleCache
@@ -42,15 +42,6 @@ def sharding_over(world):
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(data_degree=world.world_size, shard_weights=True))
     return ByteSharding(layout.shard, CPU, offload=False), layouts.traffic
-
-
-def answer(model):
-    args, kwargs = inputs()
-    with torch.inference_mode():
-        if model.byte_sharding is None:
-            return model.module(*args, **kwargs)
-        with model.byte_sharding.call():
-            return model.module(*args, **kwargs)
 
 
 def stored_bytes(module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
+from parallel_backend.models.comfyui.model import ComfyUIModel
 from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.requests import ModelSpec
@@ -86,3 +88,11 @@ def inputs(rows: int = 2, height: int = 10, width: int = 6) -> tuple[tuple, dict
     args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows))
     prompt = {"context": random(rows, 7, CONTEXT), "y": random(rows, POOLED)}
     return args, {**prompt, "guidance": torch.full((rows,), 3.5), "transformer_options": {}}
+
+
+def answer(model: ComfyUIModel) -> Tensor:
+    """Returns the answer to a call with `inputs()`; collective if ranks share out the weights."""
+    args, kwargs = inputs()
+    sharding = model.byte_sharding
+    with torch.inference_mode(), nullcontext() if sharding is None else sharding.call():
+        return model.module(*args, **kwargs)

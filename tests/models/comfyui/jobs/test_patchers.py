@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from comfy_weight_files import CPU, FORMATS, OLD, inputs, spec, write
+from comfy_weight_files import CPU, FORMATS, OLD, answer, spec, write
 from differences import relative_difference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -15,15 +15,6 @@ from ranks import run_ranks
 
 TOLERANCE = 1e-5
 FORMS = ["fp32", "bf16", "fp8", *FORMATS, OLD]
-
-
-def answer(model):
-    args, kwargs = inputs()
-    with torch.inference_mode():
-        if model.byte_sharding is None:
-            return model.module(*args, **kwargs)
-        with model.byte_sharding.call():
-            return model.module(*args, **kwargs)
 
 
 def answers(model):
