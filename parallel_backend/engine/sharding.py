@@ -320,7 +320,6 @@ class _Part:
                 "ComfyUI patches a weight in its own format"
             )
             self._keep(tensor, begin)
-        self.drop()
 
     def fill(self, whole: Tensor) -> None:
         """Sets the parameters to views of the gathered bytes."""

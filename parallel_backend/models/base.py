@@ -32,7 +32,7 @@ class Slices:
 
 class WeightSharding(Protocol):
     """Shards weights of any format over ranks, as bytes (engine/sharding.ByteSharding). All ranks that share weights
-    make the same calls."""
+    make the same calls, except of `put`."""
 
     @property
     def shares(self) -> nn.Module: ...

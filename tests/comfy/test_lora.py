@@ -6,7 +6,6 @@ They swap without a load and leave no trace.
 from __future__ import annotations
 
 import os
-from math import prod
 
 import pytest
 import torch
@@ -15,17 +14,13 @@ from safetensors.torch import load_file, save_file
 from any_graphs import AnyGraph
 from any_runs import TOLERANCE, compared, latents, refusal
 from differences import relative_difference
-from graphs import AXES, OURS, STOCK, Graph
+from graphs import OURS, STOCK, Graph, devices_of
 from hostile_bytes import Touches
 from lora_files import LAYOUTS, of_all_layers
 
 ULYSSES = {"ulysses": 2}
 STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
 SAMPLING = {"cfg": 2.0, "steps": 2}
-
-
-def devices_of(choice: dict) -> str:
-    return f"cpu:{prod(choice[axis] for axis in AXES if axis in choice)}"
 
 
 def stacked(graph: Graph, model: list, loras: dict[str, str], stack) -> list:
@@ -104,12 +99,13 @@ def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
 def test_changed_fp8_weights_are_rounded_as_in_stock_wherever_they_are_shared_out(comfy, choice):
     graph = AnyGraph(comfy, "wan_fp8")
     weights = load_file(comfy.models() / graph.file)
-    name, lora = "diffusion_model.blocks.0", {}
+    name, lora, draw = "diffusion_model.blocks.0", {}, torch.Generator().manual_seed(7)
     for layer in ("self_attn.q", "self_attn.o", "ffn.0", "ffn.2"):
         rows, columns = weights[f"blocks.0.{layer}.weight"].shape
-        lora[f"{name}.{layer}.lora_up.weight"] = torch.randn(rows, 4)
-        lora[f"{name}.{layer}.lora_down.weight"] = torch.randn(4, columns) * 0.05
-    lora[f"{name}.self_attn.norm_q.diff"] = torch.randn_like(weights["blocks.0.self_attn.norm_q.weight"])
+        lora[f"{name}.{layer}.lora_up.weight"] = torch.randn(rows, 4, generator=draw)
+        lora[f"{name}.{layer}.lora_down.weight"] = torch.randn(4, columns, generator=draw) * 0.05
+    width = weights["blocks.0.self_attn.norm_q.weight"].shape
+    lora[f"{name}.self_attn.norm_q.diff"] = torch.randn(width, generator=draw)
     save_file(lora, comfy.models("loras") / "wan_fp8.safetensors")
     stock = graph.stock()
     models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
@@ -331,7 +327,8 @@ def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
 def test_hooks_change_norms_over_heads_that_ranks_share(comfy, choice):
     graph = AnyGraph(comfy, "wan_t2v")
     name = "blocks.0.self_attn.norm_q"
-    norm = torch.randn_like(load_file(comfy.models() / graph.file)[f"{name}.weight"])
+    width = load_file(comfy.models() / graph.file)[f"{name}.weight"].shape
+    norm = torch.randn(width, generator=torch.Generator().manual_seed(8))
     save_file({f"diffusion_model.{name}.diff": norm}, comfy.models("loras") / "wan_norm.safetensors")
     hook = graph.add("CreateHookLoraModelOnly", lora_name="wan_norm.safetensors", strength_model=1.0)
     stock, (positive, *others) = graph.stock(), graph.request()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 
 from any_runs import TOLERANCE, compared, latents
 from differences import relative_difference
-from graphs import AXES, OURS, STOCK, Graph
+from graphs import OURS, STOCK, Graph, devices_of
 
 # name -> differences from a plain request, by "file" (of FILES), "positive", "negative", "latent" and "sampling".
 REQUESTS = {
@@ -99,8 +97,7 @@ def test_a_request_gives_the_stock_latent(comfy, files, devices, way, name):
     ids=lambda settings: " ".join(f"{name}{value}" for name, value in settings.items()),
 )
 def test_every_strategy_gives_the_stock_latent(comfy, files, settings):
-    world_size = prod(value for name, value in settings.items() if name in AXES)
-    found = sampled(comfy, files, HARDEST, f"cpu:{world_size}", **settings)
+    found = sampled(comfy, files, HARDEST, devices_of(settings), **settings)
     report = dict(line.split(": ", 1) for line in found["report"].splitlines())
     assert "set by hand" in report["strategy"] and report["result"].startswith("exact")
     assert report["engine"] == settings.get("engine", "native")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from comfy_harness import Comfy
-from graphs import AXES, Graph
+from graphs import Graph, devices_of
 from tiny_model_files import CHECKPOINTS, write_tiny
 
 _WAN = {"latent": "{b},16,3,10,6", "text": {"width": 4096}}
@@ -66,8 +64,7 @@ class AnyGraph(Graph):
         self, model: list, devices: str | None = None, exchange_dtype: str = "same", **choice
     ) -> str:
         """Adds the node Parallel Model behind `model` and returns its id."""
-        world_size = prod(value for name, value in choice.items() if name in AXES)
-        strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
+        strategy = self.strategy(devices or devices_of(choice), **choice)
         return self.add("ParallelModel", model=model, strategy=strategy, exchange_dtype=exchange_dtype)
 
     def text_of(self, draw: int) -> list:

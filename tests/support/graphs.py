@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import prod
 
 ON_GPU = "PARALLEL_TEST_GPU"  # if set, ComfyUI computes on the GPU; its value has more arguments for ComfyUI
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
 LATENT = {"batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
 SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
+
 OURS, STOCK = "ours", "stock"
+
+
+def devices_of(choice: dict) -> str:
+    """Returns as many CPU devices as a strategy takes. `choice`: its degrees by axis, and other settings."""
+    return f"cpu:{prod(value for name, value in choice.items() if name in AXES)}"
 
 
 def node(class_type: str, **inputs) -> dict:
