@@ -165,8 +165,9 @@ def rank_candidates(
 def table(candidates: Iterable[Candidate], chosen: ParallelStrategy) -> tuple[Candidate, ...]:
     """Returns at most SHOWN rows for display, the chosen strategy first and one device always included."""
     every = list(candidates)
-    chosen_rows = [c for c in every if c.strategy == chosen.canonical]
-    rest = [c for c in every if c.strategy != chosen.canonical]
+    even = chosen.canonical.replace(device_shares=())  # candidates but one set by hand have equal shares
+    chosen_rows = [c for c in every if c.strategy.replace(device_shares=()) == even]
+    rest = [c for c in every if c not in chosen_rows]
     shown = (chosen_rows + rest)[:SHOWN]
     alone = [c for c in rest if c.strategy == ParallelStrategy() and c not in shown]
     return tuple(shown[: SHOWN - len(alone)] + alone)

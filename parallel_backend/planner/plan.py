@@ -19,7 +19,7 @@ from .history import MeasurementHistory
 from .rules import Plan, StrategySettings, resolve_strategy
 from .trials import plan_trials
 from .workload.checkpoint_model import CheckpointModel
-from .workload.fit import Capacity, MemoryCheck, check_capacity, fits
+from .workload.fit import Capacity, MemoryCheck, check_capacity, cut_by_memory, fits
 from .workload.workload import Job
 
 # Share of a card's memory that `auto` plans with; the rest covers fragmentation and the desktop.
@@ -120,13 +120,15 @@ def plan_execution(
         plan = _economical(plan, machine.memory_flag, capacity_of)
         if not fits(plan.check, capacity_of(plan.check.devices)):
             plan = _offloaded(plan, "nothing faster fits in the memory of these devices", capacity_of)
+    plan = _cut_to_fit(plan, capacity_of)
     plan = replace(plan, memory=check_capacity(plan.check, capacity_of(plan.check.devices)))
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
     candidates = ranking.ranked
     if not candidates:  # set by hand: that one first, then those that could replace it
         chosen = plan.strategy.canonical
-        others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
+        even = chosen.replace(device_shares=())
+        others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != even)
         candidates = Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
     plan = replace(plan, candidates=candidates)
     if history is not None and not is_cpu(plan.devices):  # CPU ranks share cores, so a link says too little
@@ -218,6 +220,24 @@ def _offloaded(plan: Plan, because: str, capacity_of: CapacityOf) -> Plan:
     held = strategy.replace(shard_weights=_copies(strategy) > 0, offload_weights=True)
     offloaded = plan.under(held).note(f"offload_weights is on: {because}")
     return offloaded if fits(offloaded.check, capacity_of(offloaded.check.devices)) else plan
+
+
+def _cut_to_fit(plan: Plan, capacity_of: CapacityOf) -> Plan:
+    """Gives stages unequal numbers of blocks if they do not fit with equal ones."""
+    capacity = capacity_of(plan.check.devices)
+    if fits(plan.check, capacity):
+        return plan
+    moved = cut_by_memory(plan.check, capacity, share=USABLE_MEMORY) or cut_by_memory(plan.check, capacity)
+    if moved is None:
+        return plan
+    ranks = moved.sequence_degree
+    counts = moved.device_shares[
+        : moved.pipefusion_degree * ranks : ranks
+    ]  # each rank's share is its stage's blocks
+    return plan.under(moved).note(
+        f"PipeFusion's stages compute {', '.join(f'{count:g}' for count in counts)} blocks, since equal numbers do not "
+        f"fit in the devices' memory. A step takes as long as the stage with the most work."
+    )
 
 
 def _copies(strategy: ParallelStrategy) -> int:

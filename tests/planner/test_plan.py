@@ -15,6 +15,7 @@ from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner.candidates import table
 from parallel_backend.planner.history import MeasurementHistory, open_history
 from parallel_backend.planner.plan import find_machine, job_from_latent, job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
@@ -100,6 +101,23 @@ def test_what_was_seen_without_patches_does_not_say_that_they_fit(box):
     patched = replace(work(FP8), patch_bytes=14 * 2**30)
     assert not {c.strategy: c.fits for c in plan(StrategySettings(), patched).candidates}[ONE]
     assert plan(StrategySettings(), patched).strategy.world_size == 2
+
+
+def test_stages_are_cut_by_memory_if_equal_ones_do_not_fit(box):
+    box(fake_nvml.mixed_4080_4090())
+    stages = ParallelStrategy(pipefusion_degree=2)
+    by_hand = plan(StrategySettings("manual", "all", stages), work())
+    first, second = by_hand.strategy.device_shares
+    assert first + second == 57 and first < second
+    assert any(f"compute {first:g}, {second:g} blocks" in note for note in by_hand.notes)
+    assert table(by_hand.candidates, by_hand.strategy)[0].strategy == by_hand.strategy
+    assert [c.strategy.pipefusion_degree for c in by_hand.candidates].count(2) == 1
+    assert plan(StrategySettings("manual", "all", stages), work(FP8)).strategy == stages, "equal ones fit"
+    assert plan(
+        StrategySettings("manual", "all", stages, device_shares="1,2"), work()
+    ).strategy.device_shares == (1, 2)
+    with pytest.raises(StrategyError, match="does not fit"):
+        plan(StrategySettings("manual", "all", stages, device_shares="2,1"), work())
 
 
 def test_one_card_that_is_too_small_offloads_and_says_so(box):

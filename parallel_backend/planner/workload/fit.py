@@ -9,6 +9,7 @@ from functools import cached_property
 from ...devices import is_cpu
 from ...errors import StrategyError
 from ...host_memory import host_memory
+from ...layout import RankCoordinates, stage_blocks
 from ...machine.device_shares import device_memory
 from ...strategy import ParallelStrategy
 from .in_use import used_by_other_programs
@@ -49,6 +50,11 @@ class Capacity:
     sizes: tuple[int, ...]
     used_elsewhere: tuple[int, ...] = ()
 
+    @property
+    def in_use(self) -> tuple[int, ...]:
+        """`used_elsewhere` of each entry of `sizes`."""
+        return self.used_elsewhere or (0,) * len(self.sizes)
+
     @staticmethod
     def of(devices: tuple[str, ...]) -> Capacity:
         if is_cpu(devices):
@@ -76,6 +82,34 @@ def fits(check: MemoryCheck, capacity: Capacity | None = None, *, share: float =
     return _overfull(check, capacity) is None
 
 
+def cut_by_memory(check: MemoryCheck, capacity: Capacity, *, share: float = 1.0) -> ParallelStrategy | None:
+    """Returns the strategy with its stages cut so that each fits in the `share` of its devices' memory, close to equal
+    numbers of blocks; None if no cut fits, or the cut is not to be moved (shares set by hand, CPU, no stages)."""
+    strategy = check.strategy
+    stages = strategy.pipefusion_degree
+    if stages == 1 or strategy.device_shares or is_cpu(check.devices):
+        return None
+    counts = [len(blocks) for blocks in stage_blocks(check.job.model.shape.blocks, (1.0,) * stages)]
+    stage_of = [RankCoordinates.of(strategy, rank).stage for rank in range(strategy.world_size)]
+    tried: set[tuple[int, ...]] = set()
+    while min(counts) and tuple(counts) not in tried:
+        tried.add(tuple(counts))
+        moved = strategy.replace(device_shares=tuple(float(counts[stage]) for stage in stage_of))
+        memories = replace(check, strategy=moved).memories
+        excess = [
+            memory.private_bytes + held - int(share * size) if size else -memory.private_bytes
+            for memory, size, held in zip(memories, capacity.sizes, capacity.in_use, strict=True)
+        ]
+        if max(excess) <= 0:
+            return moved
+        by_stage = [
+            max(e for e, its in zip(excess, stage_of, strict=True) if its == stage) for stage in range(stages)
+        ]
+        counts[by_stage.index(max(by_stage))] -= 1
+        counts[by_stage.index(min(by_stage))] += 1
+    return None
+
+
 def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
     """Returns a sentence on the first device that is too full; None if all fits."""
     memories, sizes = check.memories, capacity.sizes
@@ -87,8 +121,7 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
             f"Processes on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
             f"computer has {in_gib(sizes[0])} GiB."
         )
-    used_elsewhere = capacity.used_elsewhere or (0,) * len(sizes)
-    for memory, device, size, held in zip(memories, check.devices, sizes, used_elsewhere, strict=False):
+    for memory, device, size, held in zip(memories, check.devices, sizes, capacity.in_use, strict=False):
         if 0 < size < memory.private_bytes + held:
             beside = (
                 f", of which {in_gib(held)} are used by other programs or reserved for them" if held else ""

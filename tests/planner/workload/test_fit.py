@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jobs import flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.workload.fit import Capacity, MemoryCheck, check_capacity, fits
+from parallel_backend.layout import RankCoordinates
+from parallel_backend.planner.workload.fit import Capacity, MemoryCheck, check_capacity, cut_by_memory, fits
 from parallel_backend.strategy import ParallelStrategy
 
 GIB = 2**30
@@ -78,3 +81,34 @@ def test_ranks_on_the_cpu_share_the_computers_memory():
         StrategyError, match=r"Processes on the CPU \(2\) need about .* this computer has 2.00 GiB"
     ):
         check_capacity(plan(devices=cpus, width=4096, height=4096), gib(2))
+
+
+def test_stages_that_do_not_fit_with_equal_numbers_of_blocks_are_cut_by_memory():
+    stages = plan(ParallelStrategy(pipefusion_degree=2))
+    assert not fits(stages, gib(16, 16))
+    moved = cut_by_memory(stages, gib(16, 16))
+    assert moved.device_shares == (20.0, 37.0), "Flux.1's first blocks are the larger ones"
+    assert fits(replace(stages, strategy=moved), gib(16, 16))
+    assert cut_by_memory(stages, gib(20, 20), share=0.8) == moved
+    assert cut_by_memory(stages, gib(12, 24)).device_shares[0] < 20, "a smaller device computes fewer blocks"
+    in_use = gib(24, 24, used_elsewhere=(8, 0))
+    assert fits(replace(stages, strategy=cut_by_memory(stages, in_use)), in_use)
+    assert cut_by_memory(stages, gib(24, 24)).device_shares == (28.0, 29.0), "no more than needed"
+    assert cut_by_memory(stages, gib(14, 14)) is None, "no cut fits"
+    assert cut_by_memory(replace(stages, devices=("cpu:0", "cpu:1")), gib(1, 1)) is None
+
+
+@pytest.mark.parametrize("strategy", [
+    ParallelStrategy(pipefusion_degree=4, ulysses_degree=2),
+    ParallelStrategy(cfg_degree=2, pipefusion_degree=4),
+])  # fmt: skip
+def test_all_ranks_of_a_stage_share_its_cut(strategy):
+    stages = plan(strategy, prompts=2)
+    room = gib(*(10.5,) * 8)
+    assert not fits(stages, room)
+    moved = cut_by_memory(stages, room)
+    assert fits(replace(stages, strategy=moved), room)
+    places = [RankCoordinates.of(moved, rank) for rank in range(8)]
+    blocks = {(place.stage, place.blocks(moved, 57)) for place in places}
+    assert len(blocks) == 4 and sum(len(its) for _, its in blocks) == 57
+    assert len(set(places[0].sequence_shares(moved))) == 1, "tokens are still shared out evenly"
