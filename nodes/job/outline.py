@@ -211,7 +211,7 @@ def _without_extras(kind: type, source: comfy.model_base.BaseModel) -> nn.Module
 
 def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.model_base.BaseModel:
     base = type(source).__new__(type(source))
-    base.__dict__.update(source.__dict__)
+    base.__dict__.update((name, own) for name, own in vars(source).items() if not is_put_back(name, source))
     for group in ("_parameters", "_buffers", "_modules"):
         base.__dict__[group] = dict(source.__dict__[group])
     base._modules[_NETWORK] = shadow_of(source.diffusion_model, known)
@@ -266,6 +266,6 @@ def _without_loaded_state(module: nn.Module) -> dict[str, Any]:
     state = {
         key: value
         for key, value in module.__dict__.items()
-        if key not in LOADED_STATE and not key.endswith(LOWVRAM) and not is_put_back(key, value, type(module))
+        if key not in LOADED_STATE and not key.endswith(LOWVRAM) and not is_put_back(key, module)
     }
     return state | {key: [] for key in _FUNCTIONS if key in state}

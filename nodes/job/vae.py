@@ -191,7 +191,7 @@ def _is_changed(network: nn.Module) -> bool:
     """Returns True if any layer has replaced methods, hooks or circular padding."""
     for layer in network.modules():
         own = vars(layer)
-        methods = [name for name in _METHODS if name in own and not is_put_back(name, own[name], type(layer))]
+        methods = [name for name in _METHODS if name in own and not is_put_back(name, layer)]
         if methods or any(own.get(name) for name in _HOOKS):
             return True
         if getattr(layer, "padding_mode", "zeros") == "circular":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,36 +66,90 @@ class NetworkChange:
 def changes_of(changed: nn.Module, pristine: nn.Module, known: Known) -> Iterator[NetworkChange]:
     """Yields the differences of `changed` from `pristine`, except those of parameters, which the ranks hold. `known`:
     names the modules of `changed` that correspond to one of `pristine`."""
-    paths: dict[int, str] = {}
-    for path, module in pristine.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), path)
-    yield from _of_module(changed, pristine, "", known, set(), paths)
+    yield from _Comparison(pristine, known).of_modules(changed, pristine, "")
 
 
-def _of_module(
-    changed: nn.Module, pristine: nn.Module, path: str, known: Known, seen: set[int], paths: dict[int, str]
-) -> Iterator[NetworkChange]:
-    if id(changed) in seen:
-        return
-    seen.add(id(changed))
-    if not is_same_class(type(changed), type(pristine)):
-        yield NetworkChange("class", path, "", type(changed))
-    for name, value in changed.__dict__.items():
-        if not is_note(name) and _differs(name, value, pristine):
-            yield NetworkChange("attribute", path, name, value)
-    for name in HOOKS:
-        if changed.__dict__.get(name):
-            yield NetworkChange("hooks", path, name, dict(changed.__dict__[name]))
-    for name, child in changed._modules.items():
-        before = pristine._modules.get(name)
-        if child is None and before is None:
-            continue
-        word = None if child is None else known.get(id(child))
-        is_moved = before is not None and word is not None and word[1:] != (paths[id(before)],)
-        if child is None or before is None or word is None or word[0] != "module" or is_moved:
-            yield NetworkChange("child", path, name, child)
-        else:
-            yield from _of_module(child, before, f"{path}.{name}".lstrip("."), known, seen, paths)
+class _Comparison:
+    """A search for the differences of a network from `pristine`. `known`: as in changes_of."""
+
+    def __init__(self, pristine: nn.Module, known: Known) -> None:
+        self._known, self._seen = known, set[int]()
+        self._paths: dict[int, str] = {}
+        for path, module in pristine.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), path)
+
+    def of_modules(self, changed: nn.Module, pristine: nn.Module, path: str) -> Iterator[NetworkChange]:
+        """Yields the differences of a module, which lies at `path`, and of those in it."""
+        if id(changed) in self._seen:
+            return
+        self._seen.add(id(changed))
+        if not is_same_class(type(changed), type(pristine)):
+            yield NetworkChange("class", path, "", type(changed))
+        for name, value in changed.__dict__.items():
+            if not is_note(name) and self._differs(name, changed, pristine):
+                yield NetworkChange("attribute", path, name, value)
+        for name in HOOKS:
+            if changed.__dict__.get(name):
+                yield NetworkChange("hooks", path, name, dict(changed.__dict__[name]))
+        for name, child in changed._modules.items():
+            before = pristine._modules.get(name)
+            if child is None and before is None:
+                continue
+            if child is None or before is None or not self._is_same_module(child, before):
+                yield NetworkChange("child", path, name, child)
+            else:
+                yield from self.of_modules(child, before, f"{path}.{name}".lstrip("."))
+
+    def _is_same_module(self, module: nn.Module, other: nn.Module) -> bool:
+        return self._known.get(id(module)) == ("module", self._paths[id(other)])
+
+    def _differs(self, name: str, changed: nn.Module, pristine: nn.Module) -> bool:
+        value = changed.__dict__[name]
+        if name in pristine.__dict__:
+            if self._is_equal(value, pristine.__dict__[name]):
+                return False
+        elif value is None:
+            return False
+        return not is_put_back(name, changed)
+
+    def _is_equal(self, value: Any, other: Any, within: tuple[int, ...] = ()) -> bool:
+        """`within`: the ids of the objects that hold `value`."""
+        if value is other or id(value) in within:
+            return True
+        if isinstance(value, type):
+            return isinstance(other, type) and is_same_class(value, other)
+        if type(value) is not type(other):
+            return False
+        if isinstance(value, nn.Module):
+            return id(other) not in self._paths or self._is_same_module(value, other)
+        if isinstance(value, torch.device):
+            return True
+        if isinstance(value, (int, float, str, bool, torch.dtype, set, types.BuiltinFunctionType)):
+            return bool(value == other)
+        if isinstance(value, torch.Tensor):
+            return _is_equal_tensor(value, other)
+        if isinstance(value, numpy.ndarray):
+            return numpy.array_equal(value, other)
+        if isinstance(value, types.FunctionType) and value.__code__ is not other.__code__:
+            return False
+        if isinstance(value, (functools.partial, types.FunctionType, types.MethodType)):
+            value, other, within = _parts_of(value), _parts_of(other), (*within, id(value))
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(other) and all(map(self._is_equal, value, other, repeat(within)))
+        if isinstance(value, dict):
+            return value.keys() == other.keys() and all(
+                self._is_equal(value[key], other[key], within) for key in value
+            )
+        return self._is_equal(fields_of(value), fields_of(other), (*within, id(value)))
+
+
+def _parts_of(function: Any) -> list[Any]:
+    """Returns what decides the result of a function of the same code, a partial or a bound method."""
+    if isinstance(function, functools.partial):
+        return [function.func, function.args, function.keywords]
+    if isinstance(function, types.MethodType):
+        return [function.__func__, function.__self__]
+    return [function.__defaults__, function.__kwdefaults__, inspect.getclosurevars(function).nonlocals]
 
 
 def is_note(name: str) -> bool:
@@ -102,18 +157,12 @@ def is_note(name: str) -> bool:
     return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(LOWVRAM)
 
 
-def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
-    if name in pristine.__dict__:
-        if _is_equal(value, pristine.__dict__[name]):
-            return False
-    elif value is None:
-        return False
-    return not is_put_back(name, value, type(pristine))
-
-
-def is_put_back(name: str, value: Any, kind: type) -> bool:
-    """Returns True for the class's own method, which ComfyUI leaves on an object when it removes an object patch."""
-    return isinstance(value, types.MethodType) and value.__func__ is getattr(kind, name, None)
+def is_put_back(name: str, owner: object) -> bool:
+    """Returns True if the attribute is the object's own method, which ComfyUI leaves on it when it removes an object
+    patch."""
+    value = vars(owner)[name]
+    is_own = isinstance(value, types.MethodType) and value.__self__ is owner
+    return is_own and value.__func__ is getattr(type(owner), name, None)
 
 
 def is_same_class(one: type, other: type) -> bool:
@@ -129,37 +178,6 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     classes, and what has none."""
     others = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
     return None if isinstance(value, others) else getattr(value, "__dict__", None)
-
-
-def _is_equal(value: Any, other: Any, within: tuple[int, ...] = ()) -> bool:
-    """`within`: the ids of the objects that hold `value`."""
-    if value is other or id(value) in within:
-        return True
-    if isinstance(value, type):
-        return isinstance(other, type) and is_same_class(value, other)
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, (torch.device, nn.Module)):
-        return True
-    if isinstance(value, (int, float, str, bool, torch.dtype, set, types.BuiltinFunctionType)):
-        return bool(value == other)
-    if isinstance(value, torch.Tensor):
-        return _is_equal_tensor(value, other)
-    if isinstance(value, numpy.ndarray):
-        return numpy.array_equal(value, other)
-    if isinstance(value, functools.partial):
-        value, other = ((one.func, one.args, one.keywords) for one in (value, other))
-    if isinstance(value, types.FunctionType):
-        return value.__code__ is other.__code__
-    if isinstance(value, types.MethodType):
-        return value.__func__ is other.__func__
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(_is_equal, value, other, repeat(within)))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(
-            _is_equal(value[key], other[key], within) for key in value
-        )
-    return _is_equal(fields_of(value), fields_of(other), (*within, id(value)))
 
 
 def _is_equal_tensor(value: torch.Tensor, other: torch.Tensor) -> bool:

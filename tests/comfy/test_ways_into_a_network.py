@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 23 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 24 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_23_ways():
-    assert len(WAYS) == 23
+def test_there_are_24_ways():
+    assert len(WAYS) == 24
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
@@ -120,6 +120,7 @@ WITHIN = {
     "injection",
     "method_of_a_block",
     "method_of_a_class",
+    "method_of_another_module",
     "new_parameter",
     "object_patch_of_a_child",
     "object_patch_of_a_method",

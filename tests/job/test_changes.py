@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import numpy
 import pytest
@@ -18,6 +18,13 @@ from parallel_backend.job.restore import Original, Replaced, make_changes, set_r
 from parallel_backend.job.tensors import differing, print_of, prints_of
 
 
+def curve_of(steepness, *bends):
+    def curve(x, offset=0.5):
+        return curve(x, offset=0.0) if offset is None else torch.tanh(x * steepness) + offset + len(bends)
+
+    return curve
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +33,10 @@ class Block(nn.Module):
         self.settings = SimpleNamespace(power=1, block=self)
         self.activation = nn.Identity
         self.clamp, self.factors = partial(torch.clamp, min=-1e3), numpy.ones(4, numpy.float32)
+        self.curve = curve_of(0.5)
 
     def forward(self, x):
+        x = self.curve(x)
         x = self.activation()(self.inner(x) * self.scale + self.shift) ** self.settings.power
         return self.clamp(x) * torch.from_numpy(self.factors)
 
@@ -47,11 +56,12 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
+        self.last = [self.blocks[1]]
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return x
+        return self.last[0].inner(x)
 
 
 def known_of(network: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -69,6 +79,22 @@ def of_class(network):
 def of_a_method(network):
     block = network.blocks[0]
     block.forward = lambda x: Block.forward(block, x) * 3
+
+
+def of_a_method_of_another_block(network):
+    network.blocks[1].forward = network.blocks[0].forward
+
+
+def of_what_a_function_closes_over(network):
+    network.blocks[1].curve = curve_of(3.0)
+
+
+def of_a_default_of_a_function(network):
+    network.blocks[1].curve.__defaults__ = (2.0,)
+
+
+def of_a_module_in_a_list(network):
+    network.last[0] = network.blocks[0]
 
 
 def of_a_number(network):
@@ -110,6 +136,10 @@ def of_a_moved_block(network):
 WAYS = {
     of_class: "class",
     of_a_method: "attribute",
+    of_a_method_of_another_block: "attribute",
+    of_what_a_function_closes_over: "attribute",
+    of_a_default_of_a_function: "attribute",
+    of_a_module_in_a_list: "attribute",
     of_a_number: "attribute",
     of_a_tensor: "attribute",
     of_an_array: "attribute",
@@ -136,6 +166,10 @@ def translated(changes: list[NetworkChange], paths: dict[nn.Module, str], there:
     def over(value):
         if isinstance(value, nn.Sequential):
             return nn.Sequential(*map(over, value))
+        if isinstance(value, list):
+            return list(map(over, value))
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, over(value.__self__))
         return there.get_submodule(paths[value]) if isinstance(value, nn.Module) and value in paths else value
 
     return [NetworkChange(one.kind, one.path, one.name, over(one.value)) for one in changes]

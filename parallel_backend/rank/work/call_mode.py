@@ -10,7 +10,7 @@ from uuid import UUID
 import torch
 from torch import Tensor, nn
 
-from ...job.changes import HOOKS
+from ...job.changes import HOOKS, is_note, is_put_back
 from ...job.purity import is_pure
 from ...job.restore import Replaced
 from ...models.base import find_module
@@ -31,7 +31,6 @@ _BETWEEN_BLOCKS = {
     "output_block_patch",
     "forward_timestep_embed_patch",
 }
-_METHODS = ("forward", "_forward")
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, UUID)
 # ComfyUI's Python modules with the code of networks.
 _NETWORK_CODE = ("comfy.ldm", "comfy.ops", "comfy.rmsnorm", "comfy.quant_ops", "comfy.text_encoders")
@@ -49,6 +48,26 @@ class Foreign:
     kernel: bool = False
 
 
+class _Attributes:
+    """The names of a module's attributes when it was loaded. `count`: of those that it had when it last had no new
+    method."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._names = module, {*module.__dict__, SHARE}
+        self.count = len(module.__dict__)
+
+    def have_new_method(self) -> bool:
+        """Returns True if code has set a method on the module, other than its class's own, which ComfyUI sets when it
+        removes a patch."""
+        state = self._module.__dict__
+        new = [
+            name for name in state if name not in self._names and callable(state[name]) and not is_note(name)
+        ]
+        if not new:
+            self.count = len(state)
+        return not all(is_put_back(name, self._module) for name in new)
+
+
 class NetworkState:
     """The state of a network when it was loaded, to find what has changed since."""
 
@@ -57,10 +76,24 @@ class NetworkState:
         before, after = HOOKS[:2]
         self._before = [
             # Hooks belong to it: those that fetch shared-out weights are no change.
-            (one, type(one), dict(one._modules), dict(one.__dict__[before]), dict(one.__dict__[after]))
+            (
+                one,
+                type(one),
+                state,
+                dict(one._modules),
+                dict(state[before]),
+                dict(state[after]),
+                _Attributes(one),
+            )
             for one in network.modules()
+            for state in (one.__dict__,)
         ]
-        self._functions = {name for name, value in network.__dict__.items() if callable(value)} | {SHARE}
+        self._functions = [  # and where there may come one
+            (one, name, value)
+            for one in network.modules()
+            for name, value in one.__dict__.items()
+            if (value is None or callable(value)) and not is_note(name)
+        ]
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
             blocks = find_module(network, path)
@@ -74,29 +107,22 @@ class NetworkState:
     def find_changes(self) -> tuple[bool, bool]:
         """Returns (True if code of the network was changed, True if code within its blocks was)."""
         # This runs in every call, over a thousand modules: the cheap comparisons come first.
-        forward, other = _METHODS
         before, after = HOOKS[:2]
         changed = [
-            one
-            for one, kind, children, hooks_before, hooks_after in self._before
-            for state in (one.__dict__,)
+            id(one)
+            for one, kind, state, children, hooks_before, hooks_after, attributes in self._before
             if type(one) is not kind
             or state["_modules"] != children
             or state[before] != hooks_before
             or state[after] != hooks_after
-            or ((forward in state or other in state) and _is_replaced(state, kind))
+            or (len(state) != attributes.count and attributes.have_new_method())
         ]
-        state = self._network.__dict__
-        functions = [name for name, value in state.items() if callable(value) and name not in self._functions]
-        return bool(changed or functions), any(id(one) in self._parts for one in changed)
-
-
-def _is_replaced(state: Mapping[str, Any], kind: type) -> bool:
-    """Returns True if a method of a module is not its class's own, which ComfyUI sets when it removes a patch."""
-    return any(
-        name in state and getattr(state[name], "__func__", None) is not getattr(kind, name, None)
-        for name in _METHODS
-    )
+        changed += [
+            id(one)
+            for one, name, value in self._functions
+            if (now := one.__dict__.get(name)) is not value and (callable(now) or callable(value))
+        ]
+        return bool(changed), not self._parts.isdisjoint(changed)
 
 
 def foreign_code(replaced: Iterable[Replaced]) -> Foreign:

@@ -27,6 +27,7 @@ class Place:
     in the block."""
 
     block: str  # an entry of a ModuleList; takes tokens [B, L, C] as its first argument and returns tokens
+    twins: tuple[str, str]  # modules of one class and size, with other weights
     child: str  # a layer of the block; takes only tokens and returns tokens
     weight: str
     number: str  # a plain number that the network computes with
@@ -39,6 +40,7 @@ class Place:
 PLACES = {
     "Flux": Place(
         block="single_blocks.0",
+        twins=("double_blocks.0.img_attn.proj", "double_blocks.0.txt_attn.proj"),
         child="linear2",
         weight="single_blocks.0.linear2.weight",
         number="pe_embedder.theta",
@@ -49,6 +51,7 @@ PLACES = {
     ),
     "WanModel": Place(
         block="blocks.1",
+        twins=("blocks.1", "blocks.0"),
         child="ffn",
         weight="blocks.1.ffn.2.weight",
         number="rope_embedder.theta",
@@ -59,6 +62,7 @@ PLACES = {
     ),
     "UNetModel": Place(
         block="input_blocks.1.1.transformer_blocks.0",
+        twins=("input_blocks.1.1.transformer_blocks.0", "output_blocks.2.1.transformer_blocks.0"),
         child="ff",
         weight="input_blocks.1.1.transformer_blocks.0.ff.net.2.weight",
         number="input_blocks.1.1.transformer_blocks.0.attn1.heads",
@@ -131,6 +135,12 @@ def method_of_the_network(model: ModelPatcher, network: nn.Module, place: Place)
 def method_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     block = network.get_submodule(place.block)
     _set(block, "forward", _stirring(block.forward))
+
+
+def method_of_another_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Has a module compute with the weights of another one, by the other's unchanged method."""
+    module, other = map(network.get_submodule, place.twins)
+    _set(module, "forward", other.forward)
 
 
 def _other_class(module: nn.Module) -> None:

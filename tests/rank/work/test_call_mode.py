@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,3 +85,48 @@ def test_hooks_that_the_load_left_are_no_change_and_those_that_come_later_are():
     assert state.find_changes() == (True, False)
     later.remove()
     assert state.find_changes() == (False, False)
+
+
+def blur(x):
+    return x + x.flip(0)
+
+
+class Unit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activation, self.norm, self.layer = torch.relu, None, nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(self.activation(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("forward", "another"),
+        ("activation", "a node"),
+        ("norm", "a node"),
+        ("new", "a node"),
+        ("_forward", "a node"),
+    ],
+)
+def test_a_method_that_is_not_the_modules_own_is_a_change(name, of):
+    network = nn.Sequential(Unit(), Unit())
+    network[0].new_cache, region = None, SimpleNamespace(lists=("0",))
+    state = NetworkState(network, (region,))
+    network[0].norm, network[1].comfy_cast_weights = 1.0, True
+    network[1].forward, network[1].sizes = (
+        network[1].forward,
+        [2],
+    )  # its own method, which ComfyUI puts back; a value
+    assert state.find_changes() == (False, False)
+    before = vars(network[0]).get(name)
+    setattr(network[0], name, network[1].forward if of == "another" else blur)
+    assert state.find_changes() == (True, True)
+    if before is None:
+        delattr(network[0], name)
+    else:
+        setattr(network[0], name, before)
+    assert state.find_changes() == (False, False)
+    network[1].forward = network[0].forward
+    assert state.find_changes() == (True, False)
