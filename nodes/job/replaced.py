@@ -21,7 +21,15 @@ from ...parallel_backend.job.changes import are_same
 from ...parallel_backend.job.restore import Replaced
 
 # Types of callables that are held. Any other, such as a method of ComfyUI's cache, would keep what it belongs to alive.
-_HELD = (type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType)
+_HELD = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    types.ModuleType,
+)
 _PLAIN = (bool, int, float, str, types.NoneType, torch.dtype)
 # What works for this process alone in ComfyUI's modules: it decides where weights lie, reads files, or runs before a
 # job begins. Ranks have devices of their own, and compare their weights with the MODEL's.
@@ -148,20 +156,22 @@ _spaces: list[_Space] = []
 @dataclass(frozen=True)
 class _Space:
     """A module of ComfyUI, or a class in it (`path`), when it was first seen. `space`: its namespace; `names`: those in
-    it then; `plain`: the plain values."""
+    it then; `plain`: the plain values; `code`: functions, methods and classes."""
 
     module: str
     path: str
     space: Mapping[str, Any]
     names: frozenset[str]
     plain: dict[str, Any]
+    code: dict[str, Any]
 
     @classmethod
     def of(cls, module: str, path: str, owner: types.ModuleType | type) -> _Space:
         space = vars(owner)
         names = {name: value for name, value in space.items() if not name.startswith("__")}
         plain = {name: value for name, value in names.items() if _is_plain(value)}
-        return cls(module, path, space, frozenset(space), plain)
+        code = {name: value for name, value in names.items() if _is_code(value)}
+        return cls(module, path, space, frozenset(space), plain, code)
 
 
 def note_values() -> None:
@@ -187,6 +197,20 @@ def _values_set() -> list[Replaced]:
         Replaced(one.module, one.path, name, value)
         for one, name, value in changed
         if _is_plain(value)
+        and name not in _LOCAL.get(one.module, ())
+        and name not in _set_by_itself(one.module)
+    ]
+
+
+def _code_set() -> list[Replaced]:
+    """Returns the functions, methods and classes that were set since, whoever's code they are."""
+    return [
+        Replaced(one.module, one.path, name, value)
+        for one in _spaces
+        for name, value in list(one.space.items())
+        if value is not one.code.get(name)
+        and (name in one.code or name not in one.names)
+        and (_is_code(value) or callable(value))
         and name not in _LOCAL.get(one.module, ())
         and name not in _set_by_itself(one.module)
     ]
@@ -250,6 +274,8 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
         for key, value in list(vars(module).items()):
             if key not in ignored and _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
+    theirs = {(one.module, one.path, one.name) for one in found}
+    found += [one for one in _code_set() if (one.module, one.path, one.name) not in theirs]
     return _Search(packs, found, _values_set(), names, modules, _Code(spaces))
 
 
@@ -259,6 +285,10 @@ def _comfyui_modules() -> dict[str, types.ModuleType]:
         for name, module in list(sys.modules.items())
         if isinstance(module, types.ModuleType) and (name == "comfy" or name.startswith("comfy."))
     }
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, _HELD) and not isinstance(value, types.ModuleType)
 
 
 def _is_plain(value: Any) -> bool:
@@ -283,6 +313,8 @@ def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Itera
 
 
 def _function(value: Any) -> Any:
+    if isinstance(value, property):
+        return value.fget
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 

@@ -55,7 +55,9 @@ def near(found: torch.Tensor, expected: torch.Tensor, largest: float = 1.0) -> b
 
 @pytest.fixture(scope="module", autouse=True)
 def write(comfy):
-    """A function that writes a VAE's file. First writes those that several tests use."""
+    """A function that writes a VAE's file. First writes those that several tests use, and stops the ranks: a decode
+    would stay on those that run, which may be one."""
+    comfy.stop_ranks()
 
     def write_one(name: str, *arguments, **options) -> str:
         write_vae(comfy.models("vae") / f"{name}.safetensors", *arguments, **options)

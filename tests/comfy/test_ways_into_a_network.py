@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 24 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 25 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_24_ways():
-    assert len(WAYS) == 24
+def test_there_are_25_ways():
+    assert len(WAYS) == 25
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
@@ -124,6 +124,7 @@ WITHIN = {
     "new_parameter",
     "object_patch_of_a_child",
     "object_patch_of_a_method",
+    "partial_in_a_module",
     "weight_in_place",
     "wrapper_of_a_weight",
 }

@@ -1,5 +1,8 @@
 """The search for what packs have replaced in ComfyUI's modules finds it in each job, however they replaced it."""
 
+import copy
+import functools
+import operator
 import sys
 import types
 
@@ -47,6 +50,35 @@ def test_a_function_and_a_method_are_found_and_gone_again(search, monkeypatch):
         patch.setattr(comfy.ldm.flux.model.Flux, "forward_orig", _of_the_pack())
         expected = {("comfy.lora", "", "calculate_weight"), ("comfy.ldm.flux.model", "Flux", "forward_orig")}
         assert search() == search() == expected
+    assert search() == set()
+
+
+def test_code_of_comfyui_or_a_library_in_the_place_of_other_code_is_found_and_gone_again(
+    search, replaced, monkeypatch
+):
+    import comfy.ldm.flux.math
+    import comfy.ldm.flux.model
+    import comfy.ldm.modules.attention
+    import comfy.model_patcher
+
+    replaced.note_values()
+    assert search() == set()
+    attention = comfy.ldm.modules.attention
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.ldm.flux.math, "optimized_attention", attention.attention_sub_quad)
+        patch.setattr(comfy.ldm.flux.model.Flux, "forward_orig", functools.partial(_of_the_pack(), 1))
+        patch.setattr(
+            comfy.model_patcher.ModelPatcher, "is_injected", property(_of_the_pack()), raising=False
+        )
+        patch.setattr(attention, "attention_pytorch", copy.copy)
+        patch.setattr(attention, "added", operator.add, raising=False)
+        assert search() == {
+            ("comfy.ldm.flux.math", "", "optimized_attention"),
+            ("comfy.ldm.flux.model", "Flux", "forward_orig"),
+            ("comfy.model_patcher", "ModelPatcher", "is_injected"),
+            ("comfy.ldm.modules.attention", "", "attention_pytorch"),
+            ("comfy.ldm.modules.attention", "", "added"),
+        }
     assert search() == set()
 
 

@@ -5,6 +5,7 @@ Each mixes positions that are far apart, so a device that computes it over its s
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -176,15 +177,25 @@ def child_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> N
     setattr(block, place.child, Stirring(child))
 
 
+def _cooled(original: Callable[..., Tensor], q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return original(q * 0.3, *args, **kwargs)
+
+
 def attention_of_a_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     name, function = place.attention
     module = importlib.import_module(name)
     original = getattr(module, function)
 
     def cooler(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return original(q * 0.3, *args, **kwargs)
+        return _cooled(original, q, *args, **kwargs)
 
     _set(module, function, cooler)
+
+
+def partial_in_a_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Replaces attention by an object whose class and code are not the pack's."""
+    module, function = importlib.import_module(place.attention[0]), place.attention[1]
+    _set(module, function, functools.partial(_cooled, getattr(module, function)))
 
 
 def method_of_a_class(model: ModelPatcher, network: nn.Module, place: Place) -> None:
