@@ -1,4 +1,5 @@
-"""Finds functions, classes and plain values that other packs have replaced in ComfyUI's own modules in this process."""
+"""Finds functions, classes and plain values that other packs have replaced in this process, in ComfyUI's modules and in
+those of torch by which networks compute."""
 
 from __future__ import annotations
 
@@ -77,6 +78,11 @@ _LOCAL = {
     },
     "comfy.utils": {"DISABLE_MMAP", "MMAP_TORCH_FILES"},
 }
+# Modules of torch by which networks compute.
+_TORCH = {
+    "torch.nn.functional",
+    *(f"torch.nn.modules.{name}" for name in ("activation", "conv", "linear", "normalization", "sparse")),
+}
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
 
@@ -126,8 +132,8 @@ def _reference(value: Any) -> Any:
 @dataclass
 class _Search:
     """The latest search. `packs`: the packs; `found`: the code that it found; `values`: the plain values that were set
-    since they were noted; `names`: of all modules of the process; `modules`: ComfyUI's; `code`: in the namespaces of
-    these and of their classes."""
+    since they were noted; `names`: of all modules of the process; `modules`: those searched; `code`: in the namespaces
+    of these and of their classes."""
 
     packs: Packs
     found: list[Replaced]
@@ -155,8 +161,8 @@ _spaces: list[_Space] = []
 
 @dataclass(frozen=True)
 class _Space:
-    """A module of ComfyUI, or a class in it (`path`), when it was first seen. `space`: its namespace; `names`: those in
-    it then; `plain`: the plain values; `code`: functions, methods and classes."""
+    """A module of ComfyUI or torch, or a class in it (`path`), when it was first seen. `space`: its namespace; `names`:
+    those in it then; `plain`: the plain values; `code`: functions, methods, classes and modules."""
 
     module: str
     path: str
@@ -170,14 +176,14 @@ class _Space:
         space = vars(owner)
         names = {name: value for name, value in space.items() if not name.startswith("__")}
         plain = {name: value for name, value in names.items() if _is_plain(value)}
-        code = {name: value for name, value in names.items() if _is_code(value)}
+        code = {name: value for name, value in names.items() if isinstance(value, _HELD)}
         return cls(module, path, space, frozenset(space), plain, code)
 
 
 def note_values() -> None:
-    """Notes the plain values in those of ComfyUI's modules that are new: a rank's import sets them alike."""
+    """Notes the code and plain values in those of these modules that are new: a rank's import sets them alike."""
     noted = {one.module for one in _spaces}
-    for name, module in _comfyui_modules().items():
+    for name, module in _watched_modules().items():
         if name not in noted:
             _spaces.append(_Space.of(name, "", module))
             _spaces.extend(_Space.of(name, one.__qualname__, one) for one in classes_of(module))
@@ -203,14 +209,14 @@ def _values_set() -> list[Replaced]:
 
 
 def _code_set() -> list[Replaced]:
-    """Returns the functions, methods and classes that were set since, whoever's code they are."""
+    """Returns what was set since in the place of functions, methods, classes and modules, and new ones but modules,
+    whoever's code they are."""
     return [
         Replaced(one.module, one.path, name, value)
         for one in _spaces
         for name, value in list(one.space.items())
         if value is not one.code.get(name)
-        and (name in one.code or name not in one.names)
-        and (_is_code(value) or callable(value))
+        and (name in one.code or (name not in one.names and (_is_code(value) or callable(value))))
         and name not in _LOCAL.get(one.module, ())
         and name not in _set_by_itself(one.module)
     ]
@@ -236,9 +242,9 @@ def loaded_packs() -> Packs:
 
 
 def replaced_by(packs: Packs, comfyui: str, own: str) -> tuple[list[Replaced], list[Replaced]]:
-    """Returns (the code that packs have put into modules below `comfy`, the plain values that were set there since
-    note_values). `comfyui`: its folder; `own`: this pack's name. Searches again only if something differs from the last
-    search."""
+    """Returns (the code that packs have put into modules of ComfyUI and torch, the plain values that were set there
+    since note_values). `comfyui`: its folder; `own`: this pack's name. Searches again only if something differs from
+    the last search."""
     global _latest
     if _latest is None or _latest.packs is not packs or not _latest.still_holds():
         extras = str(Path(comfyui) / "comfy_extras")
@@ -261,7 +267,7 @@ def classes_of(module: types.ModuleType) -> list[type]:
 
 
 def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
-    names, modules = list(sys.modules), _comfyui_modules()
+    names, modules = list(sys.modules), _watched_modules()
     found: list[Replaced] = []
     spaces: list[Mapping[str, Any]] = []
     for name, module in modules.items():
@@ -279,11 +285,12 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
     return _Search(packs, found, _values_set(), names, modules, _Code(spaces))
 
 
-def _comfyui_modules() -> dict[str, types.ModuleType]:
+def _watched_modules() -> dict[str, types.ModuleType]:
     return {
         name: module
         for name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType) and (name == "comfy" or name.startswith("comfy."))
+        if isinstance(module, types.ModuleType)
+        and (name == "comfy" or name.startswith("comfy.") or name in _TORCH)
     }
 
 
@@ -320,6 +327,8 @@ def _function(value: Any) -> Any:
 
 def _is_of(value: Any, folders: tuple[str, ...]) -> bool:
     """True if the code of `value` lies in one of `folders`."""
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        value = value.func
     code = getattr(value, "__code__", None)
     if code is not None:
         wrapped = getattr(value, "__wrapped__", None)

@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 25 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 27 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_25_ways():
-    assert len(WAYS) == 25
+def test_there_are_27_ways():
+    assert len(WAYS) == 27
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
@@ -115,9 +115,11 @@ WITHIN = {
     "child_of_a_block",
     "class_of_a_block",
     "entry_of_a_list",
+    "function_of_torch",
     "hook_after",
     "hook_before",
     "injection",
+    "layer_of_torch",
     "method_of_a_block",
     "method_of_a_class",
     "method_of_another_module",

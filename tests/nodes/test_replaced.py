@@ -8,6 +8,7 @@ import types
 
 import numpy
 import pytest
+import torch
 
 from pack_nodes import module_fixture
 
@@ -47,8 +48,13 @@ def test_a_function_and_a_method_are_found_and_gone_again(search, monkeypatch):
     assert search() == search() == set()
     with monkeypatch.context() as patch:
         patch.setattr(comfy.lora, "calculate_weight", _of_the_pack())
+        patch.setattr(comfy.lora, "model_lora_keys_unet", functools.partial(_of_the_pack(), 1))
         patch.setattr(comfy.ldm.flux.model.Flux, "forward_orig", _of_the_pack())
-        expected = {("comfy.lora", "", "calculate_weight"), ("comfy.ldm.flux.model", "Flux", "forward_orig")}
+        expected = {
+            ("comfy.lora", "", "calculate_weight"),
+            ("comfy.lora", "", "model_lora_keys_unet"),
+            ("comfy.ldm.flux.model", "Flux", "forward_orig"),
+        }
         assert search() == search() == expected
     assert search() == set()
 
@@ -60,6 +66,7 @@ def test_code_of_comfyui_or_a_library_in_the_place_of_other_code_is_found_and_go
     import comfy.ldm.flux.model
     import comfy.ldm.modules.attention
     import comfy.model_patcher
+    import comfy.samplers
 
     replaced.note_values()
     assert search() == set()
@@ -72,12 +79,18 @@ def test_code_of_comfyui_or_a_library_in_the_place_of_other_code_is_found_and_go
         )
         patch.setattr(attention, "attention_pytorch", copy.copy)
         patch.setattr(attention, "added", operator.add, raising=False)
+        patch.setattr(comfy.samplers, "k_diffusion_sampling", types.SimpleNamespace())
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention.attention_sub_quad)
+        patch.setattr(torch.nn.Linear, "forward", functools.partialmethod(_of_the_pack()))
         assert search() == {
             ("comfy.ldm.flux.math", "", "optimized_attention"),
             ("comfy.ldm.flux.model", "Flux", "forward_orig"),
             ("comfy.model_patcher", "ModelPatcher", "is_injected"),
             ("comfy.ldm.modules.attention", "", "attention_pytorch"),
             ("comfy.ldm.modules.attention", "", "added"),
+            ("comfy.samplers", "", "k_diffusion_sampling"),
+            ("torch.nn.functional", "", "scaled_dot_product_attention"),
+            ("torch.nn.modules.linear", "Linear", "forward"),
         }
     assert search() == set()
 

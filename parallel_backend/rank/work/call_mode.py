@@ -32,8 +32,16 @@ _BETWEEN_BLOCKS = {
     "forward_timestep_embed_patch",
 }
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, UUID)
-# ComfyUI's Python modules with the code of networks.
-_NETWORK_CODE = ("comfy.ldm", "comfy.ops", "comfy.rmsnorm", "comfy.quant_ops", "comfy.text_encoders")
+# Python modules with the code of networks.
+_NETWORK_CODE = (
+    "comfy.ldm",
+    "comfy.ops",
+    "comfy.rmsnorm",
+    "comfy.quant_ops",
+    "comfy.text_encoders",
+    "torch.nn",
+)
+_TORCHS_ATTENTION = "scaled_dot_product_attention"
 SHARE = "_parallel_share"  # attribute of a network: the function that its calls go to (meeting.lead_calls)
 
 
@@ -129,7 +137,9 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
     """Describes what packs have replaced in ComfyUI's network code: a call's arguments do not show it."""
     code = [one for one in replaced if not isinstance(one.value, (*_PLAIN, tuple, type(None)))]
     inside = [one for one in code if one.module.startswith(_NETWORK_CODE)]
-    kernels = [one for one in inside if not one.path and is_attention(one.name)]
+    kernels = [
+        one for one in inside if not one.path and (is_attention(one.name) or one.name == _TORCHS_ATTENTION)
+    ]
     only_kernels = len(kernels) == len(inside)
     return Foreign(takes_part=bool(inside), between=only_kernels, is_pure=only_kernels, kernel=bool(kernels))
 

@@ -17,6 +17,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 from torch import Tensor, nn
+from torch.nn import functional
 
 KEY = "ways"
 _undo: list[Callable[[], object]] = []
@@ -196,6 +197,25 @@ def partial_in_a_module(model: ModelPatcher, network: nn.Module, place: Place) -
     """Replaces attention by an object whose class and code are not the pack's."""
     module, function = importlib.import_module(place.attention[0]), place.attention[1]
     _set(module, function, functools.partial(_cooled, getattr(module, function)))
+
+
+def function_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    original = functional.silu
+
+    def shifted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(x + 0.5, *args, **kwargs)
+
+    _set(functional, "silu", shifted)
+
+
+def layer_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    original = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        found = original(self, x)
+        return stirred(found) if found.ndim == 3 else found
+
+    _set(nn.Linear, "forward", forward)
 
 
 def method_of_a_class(model: ModelPatcher, network: nn.Module, place: Place) -> None:
