@@ -60,6 +60,10 @@ _KNOWN_OF_ABSENT = {
 Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, with its name in each
 
 
+# Methods of networks that ComfyUI calls before it calls the network (MiniMax-H3 refines its prompts so).
+_BEFORE_CALLS = ("preprocess_text_embeds",)
+
+
 class AbsentWeight(nn.Parameter):
     """A stand-in for a weight that is not gathered: it has shape, dtype and device, but one number in memory."""
 
@@ -142,23 +146,36 @@ class ByteSharding:
                 whole.register_forward_pre_hook(partial(self._enter, part))
                 whole.register_forward_hook(partial(self._leave, part), always_call=True)
                 for name in _other_methods(whole):
-                    setattr(whole, name, partial(self._run, part, getattr(whole, name)))
+                    setattr(whole, name, partial(self._run, part, whole, name))
+        for name in _BEFORE_CALLS:
+            if hasattr(type(module), name):
+                setattr(module, name, partial(self._run_before_calls, module, name))
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Wraps each call of any of the module's methods: gathers the part around the blocks; hooks gather the
-        blocks."""
+        """Wraps each call of the module: gathers the part around the blocks; hooks gather the blocks."""
         self._taken, self._rests = [], False
         try:
-            if self._around is not None:
-                self._around.fill(self._start(self._around)())
-            self._look_ahead()
-            yield
-            self._order = self._order if self._rests else self._taken
+            with self._around_gathered():
+                self._look_ahead()
+                yield
+                self._order = self._order if self._rests else self._taken
         finally:
             self._drop_ahead()
-            if self._around is not None:
-                self._around.drop()
+
+    @contextmanager
+    def _around_gathered(self) -> Iterator[None]:
+        part = self._around
+        if part is None or part.turns:
+            yield
+            return
+        part.turns += 1
+        try:
+            part.fill(self._start(part)())
+            yield
+        finally:
+            part.turns -= 1
+            part.drop()
 
     def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Sets the shapes that parameters show while they are not gathered, by name in the module: a patch that is
@@ -181,13 +198,18 @@ class ByteSharding:
         """Tells that no further block of this call computes. All ranks call it at the same block."""
         self._rests = True
 
-    def _run(self, part: _Part, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, part: _Part, block: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a block's method other than `forward` with its weights gathered (Wan-Animate 2 has one for poses)."""
         try:
             self._enter(part)
-            return method(*args, **kwargs)
+            return getattr(type(block), name)(block, *args, **kwargs)  # a pack may have replaced the class's
         finally:
             self._leave(part)
+
+    def _run_before_calls(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module, on all ranks, with the weights around its blocks."""
+        with self._around_gathered():
+            return getattr(type(module), name)(module, *args, **kwargs)
 
     def _enter(self, part: _Part, *module_and_inputs: object) -> None:
         part.turns += 1

@@ -30,7 +30,7 @@ ON_TWO = {
     "ltx_sound": ULYSSES,
     "cogvideo": RING,
     "qwen_image": ULYSSES,
-    "minimax": ULYSSES,
+    "minimax": ULYSSES | SHARDED,
     "unet": CFG,
     "sdxl": ULYSSES,
     "sound": CFG,
