@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import comfy.model_base
@@ -52,7 +52,8 @@ class CaughtMethod:
 
 class Outline:
     """A model as this process has it. `base`: a BaseModel over the loader's parameters; `pristine`: the same model as
-    ComfyUI builds it, on the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters."""
+    ComfyUI builds it, on the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters and
+    buffers."""
 
     def __init__(
         self,
@@ -79,8 +80,9 @@ class Outline:
             list(source.model.parameters()),
             list(source.model.buffers()),
         )
-        self._parameters = dict(self.base.named_parameters())
-        self.prints: dict[str, Print] = prints_of(self._unpatched(self._parameters.items()))
+        self._built_buffers = {name for name, _ in self.pristine.named_buffers()}
+        self._weights = dict(self._named_weights())
+        self.prints: dict[str, Print] = prints_of(self._unpatched(self._weights.items()))
         self._others: set[str] = set()  # the loader's parameters that differ from the file's
         self._sent: dict[str, tuple[Print | None, nn.Parameter]] = {}
         self._same: SameNetwork | None = None
@@ -107,12 +109,10 @@ class Outline:
 
     def _look_for_changes(self) -> tuple[list[NetworkChange], dict[str, Tensor]]:
         """Returns (the changes, the weights by name)."""
-        now = dict(self._unpatched(self.base.named_parameters()))
-        new = {
-            name for name, value in self.base.named_parameters() if value is not self._parameters.get(name)
-        }
+        now = dict(self._unpatched(self._named_weights()))
+        new = {name for name, value in self._named_weights() if value is not self._weights.get(name)}
         written = differing({name: value for name, value in now.items() if name not in new}, self.prints)
-        names = [name for name in self._parameters if name in new or name in written or name in self._others]
+        names = [name for name in self._weights if name in new or name in written or name in self._others]
         sent = [
             NetworkChange(
                 "parameter", name.rpartition(".")[0], name.rpartition(".")[2], self._copy(name, now[name])
@@ -155,6 +155,11 @@ class Outline:
         if name not in self._sent or mark is None or self._sent[name][0] != mark:
             self._sent[name] = (mark, nn.Parameter(value.detach().clone(), requires_grad=False))
         return self._sent[name][1]
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters and those buffers that ComfyUI builds."""
+        yield from self.base.named_parameters()
+        yield from ((name, one) for name, one in self.base.named_buffers() if name in self._built_buffers)
 
     def _unpatched(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         for name, value in parameters:

@@ -23,6 +23,7 @@ from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefi
 from ...parallel_backend.models.comfyui.load import map_tensors, unknown_model
 from ...parallel_backend.models.gguf_file import is_gguf
 from ...parallel_backend.requests import ModelSpec
+from .file_weight import mark_weights
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ def open_model(spec: ModelSpec) -> comfy.model_patcher.ModelPatcher:
         }
         model.load_model_weights(outlines, prefix)
     _make_parameters(model.diffusion_model)
+    mark_weights(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(
         model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
     )

@@ -55,7 +55,8 @@ LOWVRAM = "_lowvram_function"
 @dataclass(frozen=True)
 class NetworkChange:
     """One change of the module at `path`. `kind`: what has changed; `name`: of the attribute, child or parameter, or of
-    the dict of hooks, "" for the class; `value`: the new one. "config": the values of a dict of its model_config."""
+    the dict of hooks, "" for the class; `value`: the new one. "parameter": or buffer; "config": the values of a dict of
+    its model_config."""
 
     kind: Literal["class", "attribute", "child", "hooks", "parameter", "config"]
     path: str

@@ -159,6 +159,10 @@ def make_changes(
             for name, value in change.value.items():
                 if name not in config or config[name] != value:
                     _set(config, name, value, undo)
+        elif change.name in owner._buffers:
+            held = owner._buffers[change.name]
+            value = change.value if held is None else change.value.detach().to(held.device)
+            _set(owner._buffers, change.name, value, undo)
         else:
             _set(owner._parameters, change.name, change.value, undo)
 

@@ -92,6 +92,29 @@ def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, kn
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.parametrize("choice", [{"ulysses": 2}, {"ulysses": 2, "shard_weights": True}])
+@pytest.mark.parametrize("kind", ["sd3", "minimax"])
+def test_buffers_in_place_count_on_both_sides_of_parallel_model(packs, kind, choice):
+    graph = AnyGraph(packs, kind)
+    request, source = graph.request(), graph.stock()
+    settings = {"steps": 2, "cfg": 1.0}
+    plain = graph.ksampler(source, *request, **settings)
+    changed = [graph.add("TestReach", model=source, way="buffers_in_place", after=plain), 0]
+    ways = {"plain": plain, "stock": graph.ksampler(changed, *request, **settings)}
+    ways["before"] = graph.ksampler([graph.parallel(changed, **choice), 0], *request, **settings)
+    as_it_was = [graph.add("TestUndo", model=source, after=ways["stock"], and_after=ways["before"]), 0]
+    parallel = [graph.parallel(as_it_was, **choice), 0]
+    reached = [graph.add("TestReach", model=parallel, way="buffers_in_place"), 0]
+    ways["behind"] = graph.ksampler(reached, *request, **settings)
+    undone = [graph.add("TestUndo", model=parallel, after=ways["behind"]), 0]
+    ways["afterwards"] = graph.ksampler(undone, *request, **settings)
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["stock"], found["plain"]) > TELLING
+    expected = {"before": "stock", "behind": "stock", "afterwards": "plain"}
+    differences = {way: relative_difference(found[way], found[name]) for way, name in expected.items()}
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before):
     """A device has the whole weight only while its block runs."""
@@ -105,6 +128,24 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         ours = [graph.add("TestReach", model=[graph.parallel(source, **choice), 0], **reach), 0]
     sampled = graph.ksampler(ours, *request, steps=2, cfg=1.0)
     with pytest.raises(PromptFailed, match=r"changed the weight .*ffn\.2\.weight.*set shard_weights to off"):
+        latents(packs, graph, {"refused": sampled})
+
+
+def test_a_weight_in_place_is_refused_where_only_the_devices_have_it(packs):
+    """Nobody would see the change of a weight without values."""
+    graph = AnyGraph(packs, "flux")
+    request = graph.request()
+    inputs = {
+        "model_name": graph.file,
+        "weight_dtype": "default",
+        "strategy": graph.strategy("cpu:2", ulysses=2),
+    }
+    loaded = [graph.add("ParallelModelLoader", **inputs), 0]
+    reached = [graph.add("TestReach", model=loaded, way="weight_in_place"), 0]
+    sampled = graph.ksampler(reached, *request, steps=2, cfg=1.0)
+    with pytest.raises(
+        PromptFailed, match=r"weights of the model's file in place .*put the node between a stock"
+    ):
         latents(packs, graph, {"refused": sampled})
 
 

@@ -33,10 +33,11 @@ _SHARED_OUT = (
 class PatchedModel:
     """A model that a rank holds with a ModelPatcher, in which jobs refer to modules and weights by name, and the state
     of its modules when it was loaded. `is_shared_out`: True if each rank has a part of its weights; `originals`: the
-    weights of its file."""
+    weights of its file; `buffers`: its network's, as ComfyUI has built them."""
 
     is_shared_out = False
     originals: Mapping[str, Tensor] = {}
+    buffers: Mapping[str, Tensor] = {}
 
     def __init__(self, patcher: Any) -> None:
         self.patcher = patcher
@@ -102,16 +103,19 @@ class JobReader:
             raise RequestError("A job came before what the devices need to know of ComfyUI.")
         self._check_packs(self._facts, head)
         self._packages.import_packs(head.packs)
-        if held is not None and head.prints is not None:
-            differing_weights = differing(held.originals, head.prints)
+        model = held if isinstance(held, PatchedModel) else None
+        if model is not None and head.prints is not None:
+            differing_weights = differing({**model.originals, **model.buffers}, head.prints)
             if differing_weights:
                 raise RequestError(OTHER_WEIGHTS + ",".join(differing_weights))
         job: PickledJob
         job, objects = unpickle_job(head.job, self._objects(held))
         self._mapped.forget_unused()
-        changed = [one for one in job.changes if one.kind == "parameter"]
-        if held is not None and held.is_shared_out and changed:
-            raise RequestError(_SHARED_OUT.format(name=f"{changed[0].path}.{changed[0].name}"))
+        if model is not None and model.is_shared_out:
+            for one in job.changes:
+                path = f"{one.path}.{one.name}"
+                if one.kind == "parameter" and path not in model.buffers:
+                    raise RequestError(_SHARED_OUT.format(name=path))
         return replace(job, replaced=[_rerouted(one) for one in job.replaced], objects=objects)
 
     def _objects(self, held: PatchedModel | HeldVae | None) -> RankObjects:
@@ -130,7 +134,9 @@ class JobReader:
             resolve=resolve,
             find_module=self.packages.find_module,
             local_patcher=lambda: (
-                local_patcher(held.patcher, PATCHER_STATE) if held else other_patcher(device)
+                local_patcher(held.patcher, PATCHER_STATE)
+                if isinstance(held, PatchedModel)
+                else other_patcher(device)
             ),
             other_patcher=lambda: other_patcher(device),
             server=quiet_server,

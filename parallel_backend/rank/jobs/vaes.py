@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,11 +35,7 @@ class StepCallback(Protocol):
 
 
 class HeldVae:
-    """The decoder or encoder of one VAE that a rank holds; the fields as in reader.PatchedModel."""
-
-    patcher = None
-    is_shared_out = False
-    originals: Mapping[str, Tensor] = {}
+    """The decoder or encoder of one VAE that a rank holds."""
 
     def __init__(self, half: HalfVae, layouts: Layouts) -> None:
         self._world, self._traffic = layouts.world, layouts.traffic

@@ -64,6 +64,7 @@ class ModelOfJobs(PatchedModel):
         network = patcher.model.diffusion_model
         self.is_shared_out = model.byte_sharding is not None or bool(model.cuts)
         self.originals = model.originals
+        self.buffers = {f"diffusion_model.{name}": one.clone() for name, one in network.named_buffers()}
         if self.is_shared_out:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)

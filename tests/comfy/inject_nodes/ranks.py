@@ -98,8 +98,9 @@ def until_file(conditioning: io.Conditioning, file: str) -> io.Conditioning:
 
 
 @node("TestReach", anew=True)
-def reach(model: io.Model, way: str) -> io.Model:
-    """Changes what a MODEL's network computes in one of the ways of the pack inject_ways, until TestUndo runs."""
+def reach(model: io.Model, way: str, after: io.Latent = None) -> io.Model:
+    """Changes what a MODEL's network computes in one of the ways of the pack inject_ways, until TestUndo runs; once
+    `after` is computed."""
     ways = _module("parallel_test_ways.ways")
     ways.undo_all()
     return ways.change(model, way)

@@ -80,7 +80,8 @@ def change(model: ModelPatcher, way: str) -> ModelPatcher:
     """Returns a clone of `model` with the change `way`, the name of a function below that takes a model, its network
     and a place in that."""
     network = model.model.diffusion_model
-    place = next(PLACES[kind.__name__] for kind in type(network).__mro__ if kind.__name__ in PLACES)
+    names = [kind.__name__ for kind in type(network).__mro__]
+    place = next((PLACES[name] for name in names if name in PLACES), None)
     model = model.clone()
     globals()[way](model, network, place)
     return model
@@ -269,10 +270,21 @@ def object_patch_of_a_child(model: ModelPatcher, network: nn.Module, place: Plac
 
 
 def weight_in_place(model: ModelPatcher, network: nn.Module, place: Place) -> None:
-    weight = network.get_parameter(place.weight).data
-    before = weight.clone()
-    _undo.append(lambda: weight.copy_(before))
-    weight.mul_(1.3).add_(0.01)
+    _multiply(network.get_parameter(place.weight).data, 1.3)
+
+
+def buffers_in_place(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
+    """Changes the buffers of a network, which Flux, Wan and UNets have not."""
+    buffers = list(network.buffers())
+    assert buffers
+    for buffer in buffers:
+        _multiply(buffer, 3)
+
+
+def _multiply(tensor: Tensor, factor: float) -> None:
+    before = tensor.clone()
+    tensor.mul_(factor)
+    _undo.append(lambda: tensor.copy_(before))
 
 
 def new_parameter(model: ModelPatcher, network: nn.Module, place: Place) -> None:
