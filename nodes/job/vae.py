@@ -3,9 +3,11 @@ they cannot split are refused."""
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import comfy.model_management
 import comfy.sd
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from ...parallel_backend.devices import devices_of_a_run, machine_of
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.job.changes import is_put_back
+from ...parallel_backend.job.changes import is_note, is_put_back
 from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
 from ...parallel_backend.job.purity import is_pure
 from ...parallel_backend.machine.device_shares import read_shares
@@ -48,8 +50,9 @@ from .outline import unloaded
 from .ship import HeldByRanks, Shipment, held_numbers, replaced_now
 
 # Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
-_METHODS = ("forward", "_conv_forward", "decode", "encode")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Packages whose classes and functions VAEs consist of.
+_THEIRS = ("comfy.", "torch.", "einops.")
 
 # Free memory that one device must have to compute a picture alone, as a multiple of what ComfyUI expects it to take.
 _SPARE = 1.5
@@ -168,7 +171,8 @@ class VaeShipment(Shipment):
     def _hold(self, module: nn.Module) -> HeldByRanks:
         """Returns the half that ranks were sent, or a new one if it computes differently since."""
         vae = self._vae
-        mark = _digest(module.state_dict().values(), vae), vae.vae_dtype, self._job.replaced
+        weights = _digest(module.state_dict().values(), vae)
+        mark = weights, vae.vae_dtype, self._job.replaced, _attributes(module)
         halves = _held.setdefault(vae.first_stage_model, {})
         if self._encodes not in halves or halves[self._encodes].mark != mark:
             halves[self._encodes] = HeldByRanks(mark)
@@ -188,15 +192,38 @@ def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
 
 
 def _is_changed(network: nn.Module) -> bool:
-    """Returns True if any layer has replaced methods, hooks or circular padding."""
+    """Returns True if any layer has circular padding, hooks, or another class or other methods than ComfyUI's."""
     for layer in network.modules():
         own = vars(layer)
-        methods = [name for name in _METHODS if name in own and not is_put_back(name, layer)]
-        if methods or any(own.get(name) for name in _HOOKS):
+        functions = [
+            value
+            for name, value in own.items()
+            if callable(value) and not is_note(name) and not is_put_back(name, layer)
+        ]
+        if any(map(own.get, _HOOKS)) or not all(map(_is_theirs, (type(layer), *functions))):
             return True
         if getattr(layer, "padding_mode", "zeros") == "circular":
             return True
     return False
+
+
+def _is_theirs(code: Any) -> bool:
+    """Returns True for a class or function of ComfyUI, torch or einops, and False for a method of another layer."""
+    if isinstance(code, types.MethodType):
+        return not isinstance(code.__self__, nn.Module) and _is_theirs(code.__func__)
+    is_plain = isinstance(code, (type, types.FunctionType, types.BuiltinFunctionType))
+    return is_plain and f"{code.__module__}.".startswith(_THEIRS)
+
+
+def _attributes(network: nn.Module) -> list[Any]:
+    """Returns the plain values and functions that are attributes of a network's layers."""
+    kinds = (bool, int, float, str, tuple, list, types.NoneType, types.FunctionType)
+    return [
+        (name, list(value) if isinstance(value, list) else value)
+        for layer in network.modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, kinds) and not is_note(name)
+    ]
 
 
 def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:

@@ -231,6 +231,20 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
     assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
 
 
+def test_whatever_a_node_has_changed_in_a_vae_counts(comfy, write):
+    """Values are sent, and code runs in ComfyUI's process: it may look beyond a band."""
+    write("changed_by_nodes", FLUX, 8)
+    before = None
+    for change in ("", "number", "function", "layer", "method", ""):
+        graph = VaeGraph()
+        vae = [graph.add("TestChangedVAE", vae=graph.vae("changed_by_nodes"), change=change), 0]
+        expected, image, report = by_both(comfy, graph, graph.drawn(93), vae)
+        assert near(image, expected), change
+        assert ("another node has changed" in report) == (change in ("function", "layer", "method")), change
+        before = image if before is None else before
+        assert torch.equal(image, before) == (change == ""), change
+
+
 def test_a_function_of_a_pack_that_keeps_something_is_called_in_comfyuis_process_alone(comfy):
     try:
         graph = VaeGraph()

@@ -50,6 +50,11 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
     node.refuse_other_kinds(vae_of(TILED, network))
 
 
+@pytest.mark.parametrize("case", [*BANDED.values(), TILED], ids=[*BANDED, "tiled"])
+def test_a_vae_is_unchanged_as_comfyui_builds_it(node, case):
+    assert not node._is_changed(build(case))
+
+
 def test_a_replaced_method_is_a_change_and_one_that_comfyui_has_put_back_is_none(node):
     network = build(BANDED["taesd"])
     layer = next(one for one in network.modules() if isinstance(one, torch.nn.Conv2d))

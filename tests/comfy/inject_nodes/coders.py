@@ -109,6 +109,44 @@ def circular_vae(vae: io.Vae) -> io.Vae:
     return vae
 
 
+class _Brighter(torch.nn.Module):
+    """Adds the mean of a whole picture before a layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + x.mean())
+
+
+_undo = []
+
+
+@node("TestChangedVAE", anew=True)
+def changed_vae(vae: io.Vae, change: str = "") -> io.Vae:
+    """Changes the middle of a VAE's decoder in one way, and undoes the change before it."""
+    while _undo:
+        _undo.pop()()
+    block, attention = vae.first_stage_model.decoder.mid.block_1, vae.first_stage_model.decoder.mid.attn_1
+    match change:
+        case "number":
+            _undo.append(lambda norm=block.norm1, eps=block.norm1.eps: setattr(norm, "eps", eps))
+            block.norm1.eps = 0.3
+        case "function":
+            attend = attention.optimized_attention
+            _undo.append(lambda: setattr(attention, "optimized_attention", attend))
+            attention.optimized_attention = lambda q, *others: attend(q.flip(-1), *others)
+        case "method":
+            _undo.append(lambda norm=block.norm1: delattr(norm, "forward_comfy_cast_weights"))
+            block.norm1.forward_comfy_cast_weights = lambda x: x + x.mean()
+        case "layer":
+            layer = block.conv1
+            _undo.append(lambda: setattr(block, "conv1", layer))
+            block.conv1 = _Brighter(layer)
+    return vae
+
+
 def _other_swish(x):
     return torch.nn.functional.gelu(x)
 
