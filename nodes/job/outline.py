@@ -193,13 +193,22 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
     level = log.level
     log.setLevel(logging.ERROR)  # ComfyUI logs about a model that is not loaded
     try:
-        arguments = ((source.model_config,), (source.model_config, source.model_type))
-        for given in arguments:
-            with contextlib.suppress(TypeError):
-                return build_on_meta(lambda device, given=given: kind(*given, device=device))
-        return _without_extras(kind, source)
+        built = _built(kind, source)
     finally:
         log.setLevel(level)
+    with contextlib.suppress(
+        TypeError
+    ):  # this model has its object otherwise, which a node may have changed in place
+        built.latent_format = type(built.latent_format)()
+    return built
+
+
+def _built(kind: type, source: comfy.model_base.BaseModel) -> Any:
+    arguments = ((source.model_config,), (source.model_config, source.model_type))
+    for given in arguments:
+        with contextlib.suppress(TypeError):
+            return build_on_meta(lambda device, given=given: kind(*given, device=device))
+    return _without_extras(kind, source)
 
 
 def _without_extras(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:

@@ -21,20 +21,21 @@ _INTEGERS = {
 
 class SameNetwork:
     """A record of the attributes, children, hooks, containers and objects of all modules, and of a few values of each
-    weight."""
+    weight and other tensor."""
 
     def __init__(self, base: nn.Module, weights: Mapping[str, Tensor]) -> None:
         self._modules = SameModules(base)
-        attributes = (
+        attributes = [
             value
             for module in base.modules()
             for name, value in module.__dict__.items()
             if name not in NESTED and not is_note(name)
-        )
+        ]
         found = (one if isinstance(one, (list, dict, set)) else fields_of(one) for one in attributes)
         self._leaves: list[Any] = []  # held, so that no new object gets the id of one
         self._containers = [(one, _contents(one, self._leaves)) for one in found if one is not None]
-        self._weights = list(weights.values())
+        tensors = [one for one in (*attributes, *self._leaves) if isinstance(one, Tensor)]
+        self._weights = [*weights.values(), *tensors]
         self._places = [_place(weight) for weight in self._weights]
         self._views = _views(self._weights)
         self._samples = [torch.cat(views) for views in self._views]

@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 27 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 28 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_27_ways():
-    assert len(WAYS) == 27
+def test_there_are_28_ways():
+    assert len(WAYS) == 28
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
@@ -128,6 +128,15 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         ours = [graph.add("TestReach", model=[graph.parallel(source, **choice), 0], **reach), 0]
     sampled = graph.ksampler(ours, *request, steps=2, cfg=1.0)
     with pytest.raises(PromptFailed, match=r"changed the weight .*ffn\.2\.weight.*set shard_weights to off"):
+        latents(packs, graph, {"refused": sampled})
+
+
+def test_another_call_of_the_networks_class_is_refused(packs):
+    """By its calls devices share out the work."""
+    graph = AnyGraph(packs, "wan_t2v")
+    changed = [graph.add("TestReach", model=graph.stock(), way="call_of_a_class"), 0]
+    sampled = graph.ksampler([graph.parallel(changed, ulysses=2), 0], *graph.request(), steps=2, cfg=1.0)
+    with pytest.raises(PromptFailed, match=r"replaced `__call__` of the class WanModel"):
         latents(packs, graph, {"refused": sampled})
 
 

@@ -16,7 +16,8 @@ class Block(nn.Module):
         self.others: list[object] = []
         self.functions = [lambda: 0]
         self.table = {"first": [1]}
-        self.settings = SimpleNamespace(theta=1)
+        self.settings = SimpleNamespace(theta=1, means=torch.zeros(4))
+        self.shift = torch.zeros(4)
 
     def forward(self, x):
         return self.layer(x)
@@ -63,6 +64,8 @@ CHANGES = {
     "a function in the place of one that is gone": _replace_function,
     "a list in a dict": lambda base: base.diffusion_model[0].table["first"].append(2),
     "a weight, in place": lambda base: base.diffusion_model[1].layer.weight.data[3:].add_(1e-3),
+    "a tensor, in place": lambda base: base.diffusion_model[0].shift.data.add_(1),
+    "a tensor of an object, in place": lambda base: base.diffusion_model[1].settings.means.data.add_(1),
     "a weight's memory": _replace_data,
     "a weight without numbers": lambda base: base.diffusion_model[1].layer.weight.data.fill_(torch.nan),
     "a parameter": lambda base: setattr(

@@ -42,13 +42,19 @@ _DIFFERENTIATED_SHARED = (
     "The sampler differentiates the model (torch.func), which the devices cannot do with weights that they share out; "
     "set shard_weights to off, and tensor_degree and pipefusion_degree to 1."
 )
+_CALLED = (
+    "A node has replaced `__call__` of the class {kind}, by which devices share out its calls; take it out."
+)
 _IN_STAGES = "Nodes have changed the model, which PipeFusion cannot share out; set pipefusion_degree to 1."
 
 
 def lead_calls(kind: type) -> None:
-    """Makes calls of networks of this class go to the meeting of the current job."""
+    """Makes calls of networks of this class go to the meeting of the current job. Raises RequestError for a class with
+    a `__call__` of a pack."""
     if getattr(kind.__call__, SHARE, False):
         return
+    if kind.__call__ is not nn.Module.__call__:
+        raise RequestError(_CALLED.format(kind=kind.__name__))
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         share = self.__dict__.get(SHARE)

@@ -200,6 +200,15 @@ def partial_in_a_module(model: ModelPatcher, network: nn.Module, place: Place) -
     _set(module, function, functools.partial(_cooled, getattr(module, function)))
 
 
+def latent_format_in_place(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Changes how latents are scaled, by tensors or a number, in an object that the model's configuration has too."""
+    latent_format = model.model.latent_format
+    if hasattr(latent_format, "latents_std"):
+        _multiply(latent_format.latents_std, 1.3)
+    else:
+        _set(latent_format, "scale_factor", latent_format.scale_factor * 1.3)
+
+
 def function_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     original = functional.silu
 
@@ -285,6 +294,10 @@ def _multiply(tensor: Tensor, factor: float) -> None:
     before = tensor.clone()
     tensor.mul_(factor)
     _undo.append(lambda: tensor.copy_(before))
+
+
+def call_of_a_class(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
+    _set(type(network), "__call__", _stirring(nn.Module.__call__))
 
 
 def new_parameter(model: ModelPatcher, network: nn.Module, place: Place) -> None:
