@@ -196,9 +196,8 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
         built = _built(kind, source)
     finally:
         log.setLevel(level)
-    with contextlib.suppress(
-        TypeError
-    ):  # this model has its object otherwise, which a node may have changed in place
+    # It has the object of `source`, which a node may have changed in place.
+    with contextlib.suppress(TypeError):
         built.latent_format = type(built.latent_format)()
     return built
 

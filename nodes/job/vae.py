@@ -49,7 +49,6 @@ from ..host.settings import setting
 from .outline import unloaded
 from .ship import HeldByRanks, Shipment, held_numbers, replaced_now
 
-# Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Packages whose classes and functions VAEs consist of.
 _THEIRS = ("comfy.", "torch.", "einops.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -121,8 +120,10 @@ class _Comparison:
             return isinstance(other, type) and is_same_class(value, other)
         if type(value) is not type(other):
             return False
-        if isinstance(value, nn.Module):
-            return id(other) not in self._paths or self._is_same_module(value, other)
+        if isinstance(
+            value, nn.Module
+        ):  # the network itself, or one that is none of its modules, is not compared
+            return not self._paths.get(id(other)) or self._is_same_module(value, other)
         if isinstance(value, torch.device):
             return True
         if isinstance(value, (int, float, str, bool, torch.dtype, set, types.BuiltinFunctionType)):
@@ -150,7 +151,14 @@ def _parts_of(function: Any) -> list[Any]:
         return [function.func, function.args, function.keywords]
     if isinstance(function, types.MethodType):
         return [function.__func__, function.__self__]
-    return [function.__defaults__, function.__kwdefaults__, inspect.getclosurevars(function).nonlocals]
+    return [function.__defaults__, function.__kwdefaults__, *map(_content, function.__closure__ or ())]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function's maker has not filled it
+        return None
 
 
 def is_note(name: str) -> bool:
