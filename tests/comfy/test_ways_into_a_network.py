@@ -131,6 +131,18 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         latents(packs, graph, {"refused": sampled})
 
 
+def test_code_of_samplers_counts_where_patches_would_flow(packs):
+    graph = AnyGraph(packs, "wan_t2v")
+    request, settings = graph.request(), {"steps": 3, "cfg": 1.0}
+    plain = graph.ksampler(graph.stock(), *request, **settings)
+    changed = [graph.add("TestReach", model=graph.stock(), way="code_of_samplers", after=plain), 0]
+    parallel = [graph.parallel(changed, pipefusion=2), 0]
+    ways = {"plain": plain, "stock": graph.ksampler(changed, *request, **settings)}
+    found = latents(packs, graph, ways | {"ours": graph.ksampler(parallel, *request, **settings)})
+    assert relative_difference(found["stock"], found["plain"]) > TELLING
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
 def test_another_call_of_the_networks_class_is_refused(packs):
     """By its calls devices share out the work."""
     graph = AnyGraph(packs, "wan_t2v")

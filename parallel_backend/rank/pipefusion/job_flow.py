@@ -3,7 +3,7 @@ the others follow it, and its latent goes to all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
 from ...job.payload import SamplerRun
+from ...job.restore import Replaced
 from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
@@ -59,8 +60,11 @@ class JobFlow:
         )
         self.patch_flow = PatchFlow(forward, self)
 
-    def why_not(self) -> str:
-        """Returns why no patches can flow in this job, in a user's words; "" if they can."""
+    def why_not(self, replaced: Iterable[Replaced]) -> str:
+        """Returns why no patches can flow in this job, in a user's words; "" if they can. `replaced`: what packs have
+        replaced in modules."""
+        if any(one.module.startswith("comfy.k_diffusion") for one in replaced):
+            return "a pack has replaced code of ComfyUI's samplers"
         if _HOOK in self._guider.model_options:
             return "a node computes the prompts of a step in a way of its own"
         return flow_blocked_by(self.request, self._forward.layout.strategy)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from comfy.k_diffusion import sampling
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 from torch import Tensor, nn
@@ -294,6 +295,11 @@ def _multiply(tensor: Tensor, factor: float) -> None:
     before = tensor.clone()
     tensor.mul_(factor)
     _undo.append(lambda: tensor.copy_(before))
+
+
+def code_of_samplers(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
+    original = sampling.to_d
+    _set(sampling, "to_d", lambda *args: 0.8 * original(*args))
 
 
 def call_of_a_class(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType, MethodType
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _SAMPLING = "comfy.model_sampling"
@@ -63,18 +66,26 @@ def sampler_of(function: Callable[..., Tensor]) -> Any:
 
 
 def name_of(sampler: Any, names: Iterable[str]) -> str:
-    """Returns the name in `names` of this ComfyUI sampler, or "". Compares functions by name, since a pack may have
-    loaded ComfyUI's module a second time."""
-    from comfy.samplers import KSAMPLER, sampler_object
+    """Returns the name in `names` of this ComfyUI sampler, "" for others: with options, or with code of a pack around
+    ComfyUI's. Compares files, since a pack may have loaded ComfyUI's module a second time."""
+    from comfy.k_diffusion import sampling
+    from comfy.samplers import KSAMPLER
 
-    if type(sampler) is not KSAMPLER or sampler.extra_options or sampler.inpaint_options:
+    fields = {name: value for name, value in vars(sampler).items() if value}
+    if type(sampler) is not KSAMPLER or set(fields) != {"sampler_function"}:
         return ""
-    theirs = sampler.sampler_function
-    for name in names:
-        own = getattr(sampler_object(name), "sampler_function", None)
-        if own is not None and (own.__module__, own.__qualname__) == (theirs.__module__, theirs.__qualname__):
-            return name
-    return ""
+    *around, code = _codes(sampler.sampler_function)
+    torchs = f"{Path(torch.__file__).parent}{os.sep}"  # torch.no_grad is around each of them
+    if code.co_filename != sampling.__file__ or not all(one.co_filename.startswith(torchs) for one in around):
+        return ""
+    return next((name for name in names if code.co_name == f"sample_{name}"), "")
+
+
+def _codes(function: Any) -> list[CodeType]:
+    """Returns the code of a function and of those that it is wrapped around, the innermost last."""
+    code = getattr(function, "__code__", _codes.__code__)  # a code that is not ComfyUI's
+    wrapped = getattr(function, "__wrapped__", None)
+    return [code] if wrapped is None else [code, *_codes(wrapped)]
 
 
 def in_words(sampler: Any) -> str:

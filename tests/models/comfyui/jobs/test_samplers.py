@@ -1,0 +1,75 @@
+"""PipeFusion takes ComfyUI's samplers by name, and none around which a pack has put code."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from parallel_backend.models.comfyui.jobs.samplers import name_of
+from parallel_backend.sampling.samplers import STEPS
+
+import_comfyui_here()
+
+
+def euler():
+    from comfy.samplers import sampler_object
+
+    return sampler_object("euler")
+
+
+def wrapped():
+    sampler = euler()
+    original = sampler.sampler_function
+    sampler.sampler_function = functools.wraps(original)(
+        lambda *args, **kwargs: original(*args, **kwargs) * 2
+    )
+    return sampler
+
+
+def of_a_pack_by_the_same_name():
+    def sample_euler(model, x, sigmas, **options):
+        return x
+
+    sampler = euler()
+    sample_euler.__module__, sample_euler.__qualname__ = "comfy.k_diffusion.sampling", "sample_euler"
+    sampler.sampler_function = sample_euler
+    return sampler
+
+
+def with_a_method():
+    sampler = euler()
+    sampler.sample = lambda *args: args[1]
+    return sampler
+
+
+def with_options():
+    from comfy.samplers import ksampler
+
+    return ksampler("euler", {"s_churn": 0.5})
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_sampler_of_comfyui_has_its_name(name):
+    from comfy.samplers import sampler_object
+
+    assert name_of(sampler_object(name), STEPS) == name
+    assert name_of(sampler_object("dpmpp_sde"), STEPS) == ""
+
+
+def test_so_has_one_of_a_module_that_was_loaded_again():
+    from comfy.k_diffusion import sampling
+
+    spec = importlib.util.spec_from_file_location("comfy.k_diffusion.loaded_again", sampling.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    sampler = euler()
+    sampler.sampler_function = again.sample_euler
+    assert name_of(sampler, STEPS) == "euler"
+
+
+@pytest.mark.parametrize("make", [wrapped, of_a_pack_by_the_same_name, with_a_method, with_options])
+def test_one_with_code_of_a_pack_or_with_options_has_none(make):
+    assert name_of(make(), STEPS) == ""
