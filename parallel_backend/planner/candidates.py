@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ..errors import StrategyError
 from ..strategy import ParallelStrategy
@@ -54,10 +53,8 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
     found = []
     family, shape = job.model.family, job.model.shape
     for cfg in (1, 2) if job.has_cfg else (1,):
-        for data, pipe, ring, ulysses, tensor in product(
-            range(1, min(count, job.batch) + 1), *[range(1, count + 1)] * 4
-        ):
-            if data * cfg * pipe * ring * ulysses * tensor > count:
+        for data, pipe, ring, ulysses, tensor in _degrees(count // cfg, 5):
+            if data > job.batch:
                 continue
             if pipe * ring * tensor > 1 and not family.is_transformer:
                 continue
@@ -77,6 +74,16 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
             if sharded and strategy.world_size > 1 and tensor == pipe == 1 and family.is_transformer:
                 found.append(strategy.replace(shard_weights=True))
     return tuple(found)
+
+
+def _degrees(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Yields the degrees of `axes` axes whose product is at most `count`."""
+    if not axes:
+        yield ()
+        return
+    for first in range(1, count + 1):
+        for others in _degrees(count // first, axes - 1):
+            yield (first, *others)
 
 
 def by_exchange(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
