@@ -46,6 +46,10 @@ class CaughtMethod:
         assert encoder is not None, "its modules live no longer than it does"
         return encoder.call(self._path, self._name, args, kwargs)
 
+    def is_at(self, path: str, name: str) -> bool:
+        """Returns False where a node has put it in the place of another method."""
+        return (self._path, self._name) == (path, name)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (getattr, (self._module(), self._name))
 
@@ -123,7 +127,7 @@ class Outline:
         changes = [
             one
             for one in changes_of(self.base, self.pristine, self.known)
-            if not isinstance(one.value, CaughtMethod)
+            if not (isinstance(one.value, CaughtMethod) and one.value.is_at(one.path, one.name))
         ]
         return [*changes, *sent], now
 

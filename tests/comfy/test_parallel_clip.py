@@ -134,6 +134,22 @@ def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name):
             assert difference(before, expected) > 0.01
 
 
+def test_a_layer_that_computes_by_another_ones_method_does_so_on_the_devices(comfy):
+    def text(placement: str, undo: bool) -> dict:
+        graph = TextGraph()  # of its own: a prompt runs all of its nodes
+        clip = graph.encoder("clip_l", draw=77)
+        clip = clip if placement == "stock" else graph.ours(clip, placement=placement)
+        clip = [graph.add("TestOtherLayersMethod", clip=clip, undo=undo), 0]
+        [found] = tensors(comfy, graph, graph.text(clip))
+        return found
+
+    before, changed, after = (text("stock", undo) for undo in (True, False, True))
+    assert difference(before, changed) > 0.01 and difference(before, after) == 0.0
+    for placement in PLACEMENTS:
+        for undo, expected in ((True, before), (False, changed), (True, before)):
+            assert difference(text(placement, undo), expected) <= 1e-5
+
+
 @pytest.mark.parametrize("place", ["a closure", "an attribute of the encoder", "a random generator"])
 def test_what_a_node_keeps_while_one_text_is_encoded_is_there_for_the_next(comfy, place):
     graph = TextGraph()

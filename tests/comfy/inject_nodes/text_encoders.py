@@ -158,6 +158,26 @@ def mapped(clip: io.Clip, file: str) -> str:
     return f"{sum(w.nbytes for w in found)} {sum(w.nbytes for w in weights)}"
 
 
+_undo: list[Callable[[], object]] = []
+
+
+@node("TestOtherLayersMethod", anew=True)
+def other_layers_method(clip: io.Clip, undo: bool = False) -> io.Clip:
+    """Has an encoder's first layer compute with a part of its second, by that part's own method; `undo`: no longer."""
+    first, second = (
+        clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers[i].mlp.fc1 for i in (0, 1)
+    )
+    while _undo:
+        _undo.pop()()
+    if not undo:
+        before = vars(first).get("forward")
+        _undo.append(
+            lambda: vars(first).pop("forward") if before is None else setattr(first, "forward", before)
+        )
+        first.forward = second.forward
+    return clip
+
+
 @node("TestWrittenInto")
 def written_into(clip: io.Clip) -> io.Clip:
     """Returns a CLIP whose first encoder returns half of its result: a pack's function replaces its method."""
