@@ -96,7 +96,7 @@ class NetworkState:
             for one in network.modules()
             for state in (one.__dict__,)
         ]
-        self._functions = [  # and where there may come one
+        self._functions = [  # and attributes in whose place one may be put
             (one, name, value)
             for one in network.modules()
             for name, value in one.__dict__.items()
