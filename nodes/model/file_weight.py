@@ -32,7 +32,8 @@ class _OfFile(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        written = given.get("out", args[0] if _writes(func) else None)
+        first = next(iter((*args, *given.values())), None)
+        written = given.get("out", first if _writes(func) else None)
         if isinstance(written, _OfFile):
             raise refusal(
                 "a node that changes weights of the model's file in place",

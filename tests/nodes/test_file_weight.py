@@ -31,6 +31,7 @@ WAYS = {
     "other data": lambda w: setattr(w, "data", torch.ones(4, device="meta")),
     "an output": lambda w: torch.add(torch.ones(4, device="meta"), 1, out=w.data),
     "an initialisation": lambda w: nn.init.ones_(w),
+    "an initialisation by name": lambda w: nn.init.uniform_(tensor=w),
 }
 
 
