@@ -216,7 +216,7 @@ def _code_set() -> list[Replaced]:
         for one in _spaces
         for name, value in list(one.space.items())
         if value is not one.code.get(name)
-        and (name in one.code or (name not in one.names and (_is_code(value) or callable(value))))
+        and (name in one.code or (name not in one.names and _is_code(value)))
         and name not in _LOCAL.get(one.module, ())
         and name not in _set_by_itself(one.module)
     ]
@@ -295,7 +295,7 @@ def _watched_modules() -> dict[str, types.ModuleType]:
 
 
 def _is_code(value: Any) -> bool:
-    return isinstance(value, _HELD) and not isinstance(value, types.ModuleType)
+    return callable(value) or isinstance(value, (classmethod, property))
 
 
 def _is_plain(value: Any) -> bool:

@@ -32,8 +32,8 @@ class _OfFile(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        first = next(iter((*args, *given.values())), None)
-        written = given.get("out", first if _writes(func) else None)
+        values = (*args, *given.values())
+        written = given.get("out", next(iter(values), None) if _writes(func) else None)
         if isinstance(written, _OfFile):
             raise refusal(
                 "a node that changes weights of the model's file in place",
@@ -41,7 +41,7 @@ class _OfFile(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **given)
-            of_file = [one.untyped_storage()._cdata for one in args if isinstance(one, _OfFile)]
+            of_file = [one.untyped_storage()._cdata for one in values if isinstance(one, _OfFile)]
             return _mark_views(found, of_file)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -66,13 +66,8 @@ def _mark_views(found: Any, storages: list[int]) -> Any:
     """Returns what a function gave, with views of tensors in `storages` marked as such."""
     if isinstance(found, (list, tuple)) and any(isinstance(one, Tensor) for one in found):
         return type(found)(_mark_views(one, storages) for one in found)
-    if (
-        not isinstance(found, Tensor)
-        or isinstance(found, _OfFile)
-        or found.untyped_storage()._cdata not in storages
-    ):
-        return found
-    return found.as_subclass(_OfFile)
+    is_new = isinstance(found, Tensor) and not isinstance(found, _OfFile)
+    return found.as_subclass(_OfFile) if is_new and found.untyped_storage()._cdata in storages else found
 
 
 def mark_weights(module: nn.Module) -> None:

@@ -30,6 +30,8 @@ _BYTES = torch.uint8
 # Bytes: tensors begin at multiples of it in a gathered part. Kernels need 16; torch's allocator gives 512 on a device
 # and 64 on a host.
 _ALIGNMENT = 512
+# Methods of networks that ComfyUI calls before it calls the network (MiniMax-H3 refines its prompts so).
+_BEFORE_CALLS = ("preprocess_text_embeds",)
 _LAYERS = ("torch.", "comfy.ops", "builtins")  # modules that define the layers inside blocks
 # Functions that code may call on a weight that is not gathered.
 _KNOWN_OF_ABSENT = {
@@ -58,10 +60,6 @@ _KNOWN_OF_ABSENT = {
 }
 
 Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, with its name in each
-
-
-# Methods of networks that ComfyUI calls before it calls the network (MiniMax-H3 refines its prompts so).
-_BEFORE_CALLS = ("preprocess_text_embeds",)
 
 
 class AbsentWeight(nn.Parameter):
@@ -165,6 +163,7 @@ class ByteSharding:
 
     @contextmanager
     def _around_gathered(self) -> Iterator[None]:
+        """Holds the weights around the blocks within this context; inside another such one it changes nothing."""
         part = self._around
         if part is None or part.turns:
             yield

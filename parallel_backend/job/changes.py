@@ -120,9 +120,8 @@ class _Comparison:
             return isinstance(other, type) and is_same_class(value, other)
         if type(value) is not type(other):
             return False
-        if isinstance(
-            value, nn.Module
-        ):  # the network itself, or one that is none of its modules, is not compared
+        if isinstance(value, nn.Module):
+            # The network itself, or one that is none of its modules, is not compared.
             return not self._paths.get(id(other)) or self._is_same_module(value, other)
         if isinstance(value, torch.device):
             return True

@@ -230,10 +230,8 @@ def _cut_to_fit(plan: Plan, capacity_of: CapacityOf) -> Plan:
     moved = cut_by_memory(plan.check, capacity, share=USABLE_MEMORY) or cut_by_memory(plan.check, capacity)
     if moved is None:
         return plan
-    ranks = moved.sequence_degree
-    counts = moved.device_shares[
-        : moved.pipefusion_degree * ranks : ranks
-    ]  # each rank's share is its stage's blocks
+    # Each rank's share is the number of its stage's blocks.
+    counts = moved.device_shares[: moved.pipefusion_degree * moved.sequence_degree : moved.sequence_degree]
     return plan.under(moved).note(
         f"PipeFusion's stages compute {', '.join(f'{count:g}' for count in counts)} blocks, since equal numbers do not "
         f"fit in the devices' memory. A step takes as long as the stage with the most work."

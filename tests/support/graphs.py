@@ -11,7 +11,6 @@ TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
 LATENT = {"batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
 SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
-
 OURS, STOCK = "ours", "stock"
 
 

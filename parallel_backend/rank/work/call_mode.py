@@ -134,7 +134,7 @@ class NetworkState:
 
 
 def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
-    """Describes what packs have replaced in ComfyUI's network code: a call's arguments do not show it."""
+    """Describes what packs have replaced in the code of networks: a call's arguments do not show it."""
     code = [one for one in replaced if not isinstance(one.value, (*_PLAIN, tuple, type(None)))]
     inside = [one for one in code if one.module.startswith(_NETWORK_CODE)]
     kernels = [

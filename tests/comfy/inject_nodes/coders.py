@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import comfy.sd
@@ -120,30 +121,28 @@ class _Brighter(torch.nn.Module):
         return self.inner(x + x.mean())
 
 
-_undo = []
+_undo = contextlib.ExitStack()
 
 
 @node("TestChangedVAE", anew=True)
 def changed_vae(vae: io.Vae, change: str = "") -> io.Vae:
     """Changes the middle of a VAE's decoder in one way, and undoes the change before it."""
-    while _undo:
-        _undo.pop()()
+    _undo.close()
     block, attention = vae.first_stage_model.decoder.mid.block_1, vae.first_stage_model.decoder.mid.attn_1
     match change:
         case "number":
-            _undo.append(lambda norm=block.norm1, eps=block.norm1.eps: setattr(norm, "eps", eps))
+            _undo.callback(setattr, block.norm1, "eps", block.norm1.eps)
             block.norm1.eps = 0.3
         case "function":
             attend = attention.optimized_attention
-            _undo.append(lambda: setattr(attention, "optimized_attention", attend))
+            _undo.callback(setattr, attention, "optimized_attention", attend)
             attention.optimized_attention = lambda q, *others: attend(q.flip(-1), *others)
         case "method":
-            _undo.append(lambda norm=block.norm1: delattr(norm, "forward_comfy_cast_weights"))
+            _undo.callback(delattr, block.norm1, "forward_comfy_cast_weights")
             block.norm1.forward_comfy_cast_weights = lambda x: x + x.mean()
         case "layer":
-            layer = block.conv1
-            _undo.append(lambda: setattr(block, "conv1", layer))
-            block.conv1 = _Brighter(layer)
+            _undo.callback(setattr, block, "conv1", block.conv1)
+            block.conv1 = _Brighter(block.conv1)
     return vae
 
 

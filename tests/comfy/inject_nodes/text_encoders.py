@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from functools import partialmethod
@@ -158,7 +159,7 @@ def mapped(clip: io.Clip, file: str) -> str:
     return f"{sum(w.nbytes for w in found)} {sum(w.nbytes for w in weights)}"
 
 
-_undo: list[Callable[[], object]] = []
+_undo = contextlib.ExitStack()
 
 
 @node("TestOtherLayersMethod", anew=True)
@@ -167,13 +168,12 @@ def other_layers_method(clip: io.Clip, undo: bool = False) -> io.Clip:
     first, second = (
         clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers[i].mlp.fc1 for i in (0, 1)
     )
-    while _undo:
-        _undo.pop()()
+    _undo.close()
     if not undo:
-        before = vars(first).get("forward")
-        _undo.append(
-            lambda: vars(first).pop("forward") if before is None else setattr(first, "forward", before)
-        )
+        # A stand-in's layer has one.
+        before = {name: value for name, value in vars(first).items() if name == "forward"}
+        _undo.callback(vars(first).update, before)
+        _undo.callback(vars(first).pop, "forward")
         first.forward = second.forward
     return clip
 

@@ -115,10 +115,8 @@ def test_a_method_that_is_not_the_modules_own_is_a_change(name, of):
     network[0].new_cache, region = None, SimpleNamespace(lists=("0",))
     state = NetworkState(network, (region,))
     network[0].norm, network[1].comfy_cast_weights = 1.0, True
-    network[1].forward, network[1].sizes = (
-        network[1].forward,
-        [2],
-    )  # its own method, which ComfyUI puts back; a value
+    network[1].forward = network[1].forward  # its own method, which ComfyUI puts back
+    network[1].sizes = [2]
     assert state.find_changes() == (False, False)
     before = vars(network[0]).get(name)
     setattr(network[0], name, network[1].forward if of == "another" else blur)

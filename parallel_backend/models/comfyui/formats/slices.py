@@ -227,9 +227,8 @@ def _meeting_class(kind: type, way: str) -> type:
         squares = self.meet(x.float().square().sum(-1, keepdim=True))
         scale = torch.rsqrt(squares / self.all_heads + self.eps)
         weight = self.weight.to(x.device, torch.float32)
-        for function in getattr(
-            self, "weight_function", ()
-        ):  # LoRAs of prompts' hooks, if weights are sharded
+        # LoRAs of prompts' hooks, if weights are sharded
+        for function in getattr(self, "weight_function", ()):
             weight = function(weight)
         return (x.float() * scale * weight).to(x.dtype)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -71,21 +71,24 @@ def name_of(sampler: Any, names: Iterable[str]) -> str:
     from comfy.k_diffusion import sampling
     from comfy.samplers import KSAMPLER
 
-    fields = {name: value for name, value in vars(sampler).items() if value}
-    if type(sampler) is not KSAMPLER or set(fields) != {"sampler_function"}:
+    if type(sampler) is not KSAMPLER or vars(sampler).keys() - vars(KSAMPLER(None)).keys():
         return ""
-    *around, code = _codes(sampler.sampler_function)
-    torchs = f"{Path(torch.__file__).parent}{os.sep}"  # torch.no_grad is around each of them
-    if code.co_filename != sampling.__file__ or not all(one.co_filename.startswith(torchs) for one in around):
+    # torch.no_grad is around each of them.
+    function = inspect.unwrap(sampler.sampler_function, stop=lambda one: not _is_torchs(one))
+    code = getattr(function, "__code__", None)
+    if (
+        code is None
+        or code.co_filename != sampling.__file__
+        or sampler.extra_options
+        or sampler.inpaint_options
+    ):
         return ""
     return next((name for name in names if code.co_name == f"sample_{name}"), "")
 
 
-def _codes(function: Any) -> list[CodeType]:
-    """Returns the code of a function and of those that it is wrapped around, the innermost last."""
-    code = getattr(function, "__code__", _codes.__code__)  # a code that is not ComfyUI's
-    wrapped = getattr(function, "__wrapped__", None)
-    return [code] if wrapped is None else [code, *_codes(wrapped)]
+def _is_torchs(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(torch.__file__).parent in Path(code.co_filename).parents
 
 
 def in_words(sampler: Any) -> str:
