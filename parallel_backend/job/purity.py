@@ -1,7 +1,8 @@
-"""Tells from a function's bytecode whether it is pure: whether each row of what it returns follows from that row alone.
+"""Tells from a function's bytecode whether it may be pure: whether each row of its result follows from that row alone.
 
 Ranks may compute rows separately only if no function on the way stores a value, which could reach other rows of a call,
-draws random numbers, which would be the same for different rows, or joins all rows into one value.
+draws random numbers, which would be the same for different rows, or joins all rows into one value. What joins rows in
+other ways is found by a trial (rank/work/meeting.py), once for the same code.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .changes import fields_of
 
 _STORES = {
     "STORE_GLOBAL",
@@ -74,11 +78,20 @@ _HIDES = {"eval", "exec"}  # they run code that is not in the bytecode
 _METHOD, _GLOBAL = ("LOAD_METHOD", "LOAD_ATTR"), ("LOAD_GLOBAL", "LOAD_NAME")
 _TRUSTED = ("torch", "comfy.", "einops", "math", "builtins", "numpy", "functools", "typing")
 _MOST = 64  # functions to follow
-_known = WeakIdKeyDictionary()  # by function or by the object of a method: {code of the method: is pure}
+_DEPTH = 4  # levels of containers and objects to look into for settings
+_known = WeakIdKeyDictionary()  # by function or by the object of a method: {code of the method: Purity}
 
 
-def is_pure(function: Any) -> bool:
-    """Returns True if neither `function` nor what it calls by name visibly stores a value, draws or joins rows."""
+@dataclass(frozen=True)
+class Purity:
+    """`is_pure`: True if neither a function nor what it calls by name visibly stores a value, draws or joins rows;
+    `code`: all this code with its settings: equal for functions that compute alike."""
+
+    is_pure: bool
+    code: frozenset[Any]
+
+
+def purity_of(function: Any) -> Purity:
     owner = getattr(function, "__self__", function)
     try:
         known = _known.setdefault(owner, {})
@@ -86,17 +99,25 @@ def is_pure(function: Any) -> bool:
         known = {}
     code = getattr(getattr(function, "__func__", None), "__code__", None)
     if code not in known:
-        known[code] = _is_pure(function)
-    return bool(known[code])
+        found = set[Any]()
+        known[code] = Purity(_is_pure(function, found), frozenset(found))
+    purity: Purity = known[code]
+    return purity
 
 
-def _is_pure(function: Any) -> bool:
+def is_pure(function: Any) -> bool:
+    return purity_of(function).is_pure
+
+
+def _is_pure(function: Any, found: set[Any]) -> bool:
+    """Returns True if the function is pure. Adds its code and what it closes over to `found`."""
     waiting: list[Any] = [function]
     seen = set[tuple[int, int]]()
     while waiting:
         one: Any = waiting.pop()
         owner: Any = None
         if isinstance(one, functools.partial):
+            found.add(_settings([one.args, one.keywords], _DEPTH))
             waiting.append(one.func)
             continue
         if isinstance(one, types.MethodType):
@@ -116,8 +137,33 @@ def _is_pure(function: Any) -> bool:
             seen.add(place)
             if len(seen) > _MOST or not _is_pure_code(one.__code__):
                 return False
+            values = [one.__defaults__, one.__kwdefaults__, _closed_over(one), fields_of(owner)]
+            found.add((one.__code__, _settings(values, _DEPTH)))
             waiting += _called(one, owner)
     return True
+
+
+def _settings(value: Any, depth: int) -> Any:
+    """Returns the numbers and words in containers and objects, down to `depth` levels, as nested tuples."""
+    if isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    if depth and isinstance(value, (list, tuple)):
+        return tuple(_settings(one, depth - 1) for one in value)
+    named = value if isinstance(value, Mapping) else fields_of(value)
+    return (
+        tuple((name, _settings(one, depth - 1)) for name, one in named.items()) if depth and named else None
+    )
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    """Returns the contents of a function's cells, None for an empty one."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,16 +190,23 @@ def _joins_rows(before: list[dis.Instruction], arguments: int) -> bool:
     return arguments == 0 or [one.argval for one in before[-3:-2]] == ["torch"]
 
 
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns (the names in code and in the functions that it defines, those that it looks up in its module)."""
+    names = set(code.co_names)
+    in_module = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _GLOBAL}
+    for inner in (const for const in code.co_consts if isinstance(const, types.CodeType)):
+        names |= _names(inner)[0]
+        in_module |= _names(inner)[1]
+    return frozenset(names), frozenset(in_module)
+
+
 def _called(function: types.FunctionType, owner: Any) -> Iterator[Any]:
     """Yields what `function`, a method of `owner` if that is not None, may call: its other methods, callables in its
     closure, methods of objects there, and functions of its module and of modules that it names."""
-    names = function.__code__.co_names
+    names, in_module = _names(function.__code__)
     objects = [] if owner is None else [owner]
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
+    for content in _closed_over(function):
         objects.append(content)
         if callable(content) and not isinstance(content, type):
             yield content
@@ -162,7 +215,7 @@ def _called(function: types.FunctionType, owner: Any) -> Iterator[Any]:
         yield from (
             types.MethodType(method, one) for method in methods if isinstance(method, types.FunctionType)
         )
-    for name in names:
+    for name in in_module:
         value = function.__globals__.get(name)
         if isinstance(value, types.FunctionType):
             yield value

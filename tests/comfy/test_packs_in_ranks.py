@@ -34,6 +34,12 @@ CHANGES = {
     "an attention kernel, UNet": ("unet", ULYSSES, _node("TestAttentionKernel"), {"cfg": 1.0}),
     "random numbers for all rows": ("unet", CFG, _node("TestNoisyOutputs", weight=0.2), {}),
     "a norm over all rows": ("unet", CFG, _node("TestNormedOutputs"), {}),
+    "two halves of the rows": ("unet", CFG, _node("TestJoinedPrompts", way="halves"), {}),
+    "rows in another order": ("unet", CFG, _node("TestJoinedPrompts", way="flip"), {}),
+    "keys of a first row": ("unet", CFG, _node("TestJoinedPrompts", way="attention"), {}),
+    "keys of a first row, by queries": ("unet", ULYSSES, _node("TestJoinedPrompts", way="attention"), {}),
+    "keys of a first row, Flux": ("flux", CFG, _node("TestJoinedPrompts", way="attention"), {}),
+    "a ControlNet's output": ("unet", CFG, _node("TestControl"), {}),
     "a configuration": ("unet", CFG, _node("TestWiderConfiguration"), {}),
     "an attention kernel, Flux": ("flux", ULYSSES, _node("TestAttentionKernel"), {"cfg": 1.0}),
     "a step cache": (
@@ -57,11 +63,23 @@ CHANGES = {
 }
 
 
+# The devices may not share out the prompts of these with CFG 2.
+JOINED = {
+    "random numbers for all rows",
+    "a norm over all rows",
+    "two halves of the rows",
+    "rows in another order",
+    "keys of a first row",
+    "keys of a first row, Flux",
+}
+
+
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
     kind, degrees, change, settings = CHANGES[case]
     settings = {"steps": 2, "cfg": 3.0, **settings}
-    with_change(packs, AnyGraph(packs, kind), change, degrees, TOLERANCE, **settings)
+    found = with_change(packs, AnyGraph(packs, kind), change, degrees, TOLERANCE, **settings)
+    assert ("may look at several prompts" in found["report"]) == (case in JOINED)
 
 
 @pytest.mark.parametrize("case", ["an attention kernel, Flux", "closures, Wan"])

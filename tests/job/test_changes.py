@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel_backend.job.changes import NetworkChange, SameModules, SameValues, changes_of
-from parallel_backend.job.purity import is_pure
+from parallel_backend.job.purity import is_pure, purity_of
 from parallel_backend.job.restore import Original, Replaced, make_changes, set_replaced
 from parallel_backend.job.tensors import differing, print_of, prints_of
 
@@ -306,6 +306,10 @@ def writes_in_place(x):
     return x
 
 
+def has_one_inside(x):
+    return [appends(one) for one in x]
+
+
 class Counts:
     calls = 0
 
@@ -317,6 +321,9 @@ class Counts:
 class Plain:
     def __call__(self, x):
         return torch.relu(x)
+
+    def adds_more(self, x):
+        return adds(x) + self.appends
 
     def noisy(self, x):
         return self.noise(x)
@@ -339,14 +346,24 @@ OF_ALL_ROWS = [lambda x: x - x.mean(), lambda x: x / torch.norm(x), lambda x: ev
 
 @pytest.mark.parametrize(
     "function",
-    [adds, Plain(), Plain().__call__, torch.relu, lambda x: x * 2, closes_over(adds), *MEANS_OF_ROWS],
+    [
+        adds,
+        Plain(),
+        Plain().__call__,
+        Plain().adds_more,
+        torch.relu,
+        lambda x: x * 2,
+        closes_over(adds),
+        *MEANS_OF_ROWS,
+    ],
 )
 def test_a_function_of_each_row_alone_is_pure(function):
     assert is_pure(function)
 
 
 @pytest.mark.parametrize(
-    "function", [appends, calls_one_that_appends, writes_in_place, Counts(), Counts().__call__]
+    "function",
+    [appends, calls_one_that_appends, has_one_inside, writes_in_place, Counts(), Counts().__call__],
 )
 def test_a_function_that_may_store_something_is_not(function):
     assert not is_pure(function)
@@ -362,6 +379,22 @@ def test_a_function_that_draws_numbers_or_joins_rows_is_not(function):
 
 def test_functions_of_the_same_code_are_told_apart_by_what_they_close_over():
     assert is_pure(closes_over(adds)) and not is_pure(closes_over(appends))
+
+
+class Style:
+    def __init__(self, shares):
+        self.settings = SimpleNamespace(layers=[1, 2], shares=shares)
+
+    def __call__(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "make", [Style, lambda shares: lambda x: x * shares, lambda shares: partial(adds, shares)]
+)
+def test_functions_of_the_same_code_and_settings_are_equal(make):
+    one, same, other = (purity_of(make(shares)).code for shares in (True, True, False))
+    assert one == same != other
 
 
 def test_other_values_in_a_dict_are_seen():

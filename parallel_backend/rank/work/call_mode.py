@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...job.changes import HOOKS, is_note, is_put_back
-from ...job.purity import is_pure
+from ...job.purity import purity_of
 from ...job.restore import Replaced
 from ...models.base import find_module
 from ...models.comfyui.attention_router import is_attention
@@ -48,12 +48,13 @@ SHARE = "_parallel_share"  # attribute of a network: the function that its calls
 @dataclass(frozen=True)
 class Foreign:
     """The code in a call that is not ComfyUI's own. `takes_part`: True if there is any; `between`: True if it only runs
-    between blocks; `is_pure`: as job/purity.py has it; `kernel`: True if it computes attention."""
+    between blocks; `is_pure`, `code`: as job/purity.py has them; `kernel`: True if it computes attention."""
 
     takes_part: bool = False
     between: bool = True
     is_pure: bool = True
     kernel: bool = False
+    code: frozenset[Any] = frozenset()
 
 
 class _Attributes:
@@ -102,6 +103,7 @@ class NetworkState:
             for name, value in one.__dict__.items()
             if (value is None or callable(value)) and not is_note(name)
         ]
+        self.apart: dict[Any, bool] = {}  # by foreign code: False if it joins the rows of several prompts
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
             blocks = find_module(network, path)
@@ -141,7 +143,13 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
         one for one in inside if not one.path and (is_attention(one.name) or one.name == _TORCHS_ATTENTION)
     ]
     only_kernels = len(kernels) == len(inside)
-    return Foreign(takes_part=bool(inside), between=only_kernels, is_pure=only_kernels, kernel=bool(kernels))
+    return Foreign(
+        takes_part=bool(inside),
+        between=only_kernels,
+        is_pure=only_kernels,
+        kernel=bool(kernels),
+        code=frozenset().union(*(purity_of(one.value).code for one in kernels)),
+    )
 
 
 def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -> Foreign:
@@ -159,6 +167,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
         *other_functions,
         *(one for value in around.values() for one in value),
     ]
+    purities = list(map(purity_of, functions))
     changed, in_blocks = state.find_changes()
     between = (
         set(patches) <= _BETWEEN_BLOCKS
@@ -169,8 +178,9 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     return Foreign(
         takes_part=bool(functions) or changed or keeps_state or code.takes_part,
         between=between and code.between,
-        is_pure=not changed and not keeps_state and code.is_pure and all(map(is_pure, functions)),
+        is_pure=not changed and not keeps_state and code.is_pure and all(one.is_pure for one in purities),
         kernel=code.kernel,
+        code=code.code.union(*(one.code for one in purities)),
     )
 
 

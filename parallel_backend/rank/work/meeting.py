@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_map
 
 from ...engine.blocks.block_calls import AttentionBypassed
 from ...engine.blocks.step_cache import ModuleCache
@@ -22,7 +24,7 @@ from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
 from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
-from ..outcome.agreement import agree_on_call
+from ..outcome.agreement import agree_on_call, worst_outcome
 from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 _BYPASSED = (
     "a node has a block attend in a way of its own, so devices share out attention where it is ComfyUI's, and compute "
     "all else alike"
+)
+_JOINED = (
+    "a node's code may look at several prompts at once, so one device computes the prompts that cfg_degree would "
+    "share out"
 )
 _DIFFERENTIATED = (
     "the sampler differentiates the model (torch.func), so each device computes these calls whole"
@@ -152,6 +158,10 @@ class ModuleMeeting:
             return answer
         cache = self._cache_for(call, foreign)
         try:
+            if self._splits_prompts(call, foreign) and not self._are_apart(call, foreign):
+                call = replace(call, inseparable=True)
+                if forward.layout.row.size > 1:
+                    self.notes[_JOINED] = None
             answer = self._compute(self._numbered(call) if cache is not None else call, cache)
         except AttentionBypassed:
             self._answers.stop()
@@ -160,6 +170,35 @@ class ModuleMeeting:
             return self._compute(replace(call, tokens=ATTENTION, inseparable=True), None)
         self._answers.add(answer, is_all=not foreign.takes_part)
         return answer
+
+    def _splits_prompts(self, call: ModuleCall, foreign: Foreign) -> bool:
+        """Returns True if ranks would compute several prompts of a call with foreign code apart."""
+        layout, count = self._current().layout, _prompt_count(call.kwargs)
+        by_rows = layout.row.size > 1 or (layout.sequence.size > 1 and call.tokens in (ROWS, ATTENTION))
+        return by_rows and foreign.takes_part and count > 1 and call.rows % count == 0
+
+    def _are_apart(self, call: ModuleCall, foreign: Foreign) -> bool:
+        """Returns True if no prompt's answer depends on the rows of another. Tries it once for the same code: computes
+        the call with each prompt's rows as NaN in turn, which no other's answer may contain. Collective."""
+        if not foreign.is_pure:
+            return False
+        count, world = _prompt_count(call.kwargs), self._layouts.world
+        key = (foreign.code, count)
+        if key not in self._state.apart:
+            joined = False
+            for one in range(count):
+                args = (_with_nan(call.args[0], one, count), *call.args[1:])
+                kwargs = tree_map(
+                    lambda value: value, call.kwargs
+                )  # UNets take a ControlNet's output out of lists
+                try:
+                    answer = self._compute(replace(call, args=args, kwargs=kwargs, inseparable=True), None)
+                except (ValueError, ArithmeticError):  # code that makes a number of a NaN: it looks at values
+                    joined = True
+                    break
+                joined = joined or any(_spread(part, one, count) for part in _parts_of(answer))
+            self._state.apart[key] = not worst_outcome(world, int(joined), "model call")
+        return self._state.apart[key]
 
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
@@ -205,7 +244,7 @@ class ModuleMeeting:
             foreign, kwargs, type(module).__name__, self._mode, bool(self._current().model.regions)
         )
         rows = row_count(args[0])
-        runs = len(options.get("cond_or_uncond") or ()) or 1
+        runs = _prompt_count(kwargs)
         # Foreign code may look at all rows of a prompt at once.
         unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
         constants = find_constants(getattr(self.guider, "conds", None))
@@ -232,6 +271,26 @@ class ModuleMeeting:
         prompts = tuple(self._prompts.setdefault(one, len(self._prompts)) for one in uuids)
         self._asked[prompts] += 1
         return replace(call, prompts=(*prompts, self._asked[prompts]))
+
+
+def _prompt_count(kwargs: dict[str, Any]) -> int:
+    """Returns the number of prompts whose rows a call has, one after the other."""
+    return len((kwargs.get(OPTIONS) or {}).get("cond_or_uncond") or ()) or 1
+
+
+def _with_nan(latent: Any, prompt: int, count: int) -> Any:
+    """Returns a copy of a latent, or of each of its parts, in which the rows of one of `count` prompts are NaN."""
+    parts = [part.clone() for part in _parts_of(latent)]
+    for part in parts:
+        part.unflatten(0, (count, -1))[prompt] = torch.nan
+    return parts[0] if isinstance(latent, Tensor) else type(latent)(parts)
+
+
+def _spread(answer: Tensor, prompt: int, count: int) -> bool:
+    """Returns True if the answer to another prompt than this one contains a NaN."""
+    found = answer.isnan().unflatten(0, (count, -1)).flatten(1).any(1)
+    found[prompt] = False
+    return bool(found.any())
 
 
 def _parts_of(latent: Any) -> list[Tensor]:

@@ -123,6 +123,40 @@ def normed_outputs(model):
     return _with_outputs(model, lambda h: h / h.norm() * h.numel() ** 0.5)
 
 
+def _to_both(h):
+    positive, negative = h.chunk(2)
+    return torch.cat((positive + 0.3 * negative, negative))
+
+
+def _from_a_first_row(func, q, k, v, *args, **kwargs):
+    """Attends to the keys of a reference row as well, as style alignment does."""
+    k = k + 0.3 * k[:1]
+    return func(q, k, v, *args, **kwargs)
+
+
+@node("TestJoinedPrompts", model="MODEL", way="STRING")
+def joined_prompts(model, way):
+    """Has the rows of one prompt depend on those of the other: in output blocks of a UNet, or in any attention."""
+    if way != "attention":
+        return _with_outputs(model, {"halves": _to_both, "flip": lambda h: h + 0.3 * h.flip(0)}[way])
+    model = model.clone()
+    model.model_options["transformer_options"]["optimized_attention_override"] = _from_a_first_row
+    return model
+
+
+@node("TestControl", model="MODEL")
+def control(model):
+    """Gives each call a ControlNet's output, which a UNet takes out of its lists, and a patch besides."""
+
+    def controlled(apply_model, args):
+        added = torch.full((len(args["input"]), 1, 1, 1), 0.5)
+        return apply_model(args["input"], args["timestep"], **args["c"], control={"middle": [added]})
+
+    model = _with_outputs(model, lambda h: h * 1.1)
+    model.set_model_unet_function_wrapper(controlled)
+    return model
+
+
 @node("TestWiderConfiguration", model="MODEL")
 def wider_configuration(model):
     """Changes the dict of a model's configuration in place, by which a wrapper scales what the model gives."""
