@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import operator
 import os
+import re
 import sys
 import types
 import weakref
@@ -162,7 +164,8 @@ _spaces: list[_Space] = []
 @dataclass(frozen=True)
 class _Space:
     """A module of ComfyUI or torch, or a class in it (`path`), when it was first seen. `space`: its namespace; `names`:
-    those in it then; `plain`: the plain values; `code`: functions, methods, classes and modules."""
+    those in it then; `plain`: the plain values; `code`: functions, methods, classes and modules, None in the place of
+    those that packs had put there by then."""
 
     module: str
     path: str
@@ -176,7 +179,9 @@ class _Space:
         space = vars(owner)
         names = {name: value for name, value in space.items() if not name.startswith("__")}
         plain = {name: value for name, value in names.items() if _is_plain(value)}
+        others = [name for name in names if _is_of_another_library(name, names[name], module)]
         code = {name: value for name, value in names.items() if isinstance(value, _HELD)}
+        code |= dict.fromkeys(others)
         return cls(module, path, space, frozenset(space), plain, code)
 
 
@@ -257,13 +262,16 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> tuple[list[Replaced], l
     return _latest.found, _latest.values
 
 
-def classes_of(module: types.ModuleType) -> list[type]:
-    """Returns the classes that a module defines, under their names."""
-    return [
+def classes_of(owner: types.ModuleType | type) -> list[type]:
+    """Returns the classes that a module defines, and those within these, such as the layers in comfy.ops."""
+    is_module = isinstance(owner, types.ModuleType)
+    module, prefix = (owner.__name__, "") if is_module else (owner.__module__, f"{owner.__qualname__}.")
+    found = [
         value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and value.__module__ == module.__name__ and key == value.__name__
+        for key, value in vars(owner).items()
+        if isinstance(value, type) and (value.__module__, value.__qualname__) == (module, prefix + key)
     ]
+    return [*found, *chain.from_iterable(map(classes_of, found))]
 
 
 def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
@@ -319,16 +327,37 @@ def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Itera
             yield key, value
 
 
+def _is_of_another_library(name: str, value: Any, module: str) -> bool:
+    """Returns True for code of a library that neither the source of `module` names nor that of another module that has
+    it under this name: a pack put it there."""
+    library = str(getattr(_function(value), "__module__", None) or module).partition(".")[0]
+    is_usual = library in sys.stdlib_module_names or library in ("torch", module.partition(".")[0])
+    if not _is_code(value) or is_usual or _names(sys.modules[module], library):
+        return False
+    others = [one for one in _watched_modules().values() if vars(one).get(name) is value]
+    return not any(_names(one, library) for one in others)
+
+
+def _names(module: types.ModuleType, word: str) -> bool:
+    """Returns True if the source of `module` has this word, or if it has no source, as one that a pack has made."""
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\b{re.escape(word)}\b", source) is not None
+
+
 def _function(value: Any) -> Any:
     if isinstance(value, property):
         return value.fget
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        return value.func
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
 def _is_of(value: Any, folders: tuple[str, ...]) -> bool:
     """True if the code of `value` lies in one of `folders`."""
-    if isinstance(value, (functools.partial, functools.partialmethod)):
-        value = value.func
+    value = _function(value)
     code = getattr(value, "__code__", None)
     if code is not None:
         wrapped = getattr(value, "__wrapped__", None)

@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 28 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 29 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_28_ways():
-    assert len(WAYS) == 28
+def test_there_are_29_ways():
+    assert len(WAYS) == 29
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
@@ -181,6 +181,7 @@ WITHIN = {
     "hook_after",
     "hook_before",
     "injection",
+    "layer_of_comfyui",
     "layer_of_torch",
     "method_of_a_block",
     "method_of_a_class",

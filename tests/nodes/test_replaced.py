@@ -6,6 +6,7 @@ import operator
 import sys
 import types
 
+import einops
 import numpy
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_code_of_comfyui_or_a_library_in_the_place_of_other_code_is_found_and_go
             ("comfy.samplers", "", "k_diffusion_sampling"),
             ("torch.nn.functional", "", "scaled_dot_product_attention"),
             ("torch.nn.modules.linear", "Linear", "forward"),
+        }
+    assert search() == set()
+
+
+def test_code_of_a_library_that_a_pack_put_there_before_this_one_was_loaded_is_found(
+    search, replaced, monkeypatch
+):
+    import comfy.ldm.flux.math
+    import comfy.ops
+
+    linear = comfy.ops.disable_weight_init.Linear
+    monkeypatch.setattr(replaced, "_spaces", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(replaced, "_latest", None)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", einops.repeat)
+        patch.setattr(comfy.ldm.flux.math, "optimized_attention", functools.partial(numpy.dot))
+        patch.setattr(linear, "forward", einops.reduce)
+        patch.setattr(linear, "extra_repr", torch.nn.functional.linear)
+        replaced.note_values()
+        assert search() == {
+            ("torch.nn.functional", "", "scaled_dot_product_attention"),
+            ("comfy.ldm.flux.math", "", "optimized_attention"),
+            ("comfy.ops", "disable_weight_init.Linear", "forward"),
         }
     assert search() == set()
 

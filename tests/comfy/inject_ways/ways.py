@@ -219,14 +219,23 @@ def function_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> 
     _set(functional, "silu", shifted)
 
 
-def layer_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> None:
-    original = nn.Linear.forward
+def _stirring_linear(kind: type[nn.Linear]) -> None:
+    original = kind.forward
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         found = original(self, x)
         return stirred(found) if found.ndim == 3 else found
 
-    _set(nn.Linear, "forward", forward)
+    _set(kind, "forward", forward)
+
+
+def layer_of_torch(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    _stirring_linear(nn.Linear)
+
+
+def layer_of_comfyui(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Changes a class within a class of comfy.ops."""
+    _stirring_linear(type(network.get_submodule(place.weight.removesuffix(".weight"))))
 
 
 def method_of_a_class(model: ModelPatcher, network: nn.Module, place: Place) -> None:
