@@ -47,11 +47,19 @@ def _modules_of(packs: Packs) -> dict[str, types.ModuleType]:
 
 def _note(modules: Mapping[str, types.ModuleType], is_known: Callable[[Any], bool]) -> None:
     _imported.update({(name, ""): {} for name in modules})
-    for module in modules.values():
+    for place, module in modules.items():
         for owner in (module, *classes_of(module)):
             _imported[_key(owner)] = {
-                name: (value, _all_in(value)) for name, value in vars(owner).items() if is_known(value)
+                name: (value, _all_in(value))
+                for name, value in vars(owner).items()
+                if is_known(value) and not _is_of_another_pack(value, place)
             }
+
+
+def _is_of_another_pack(value: Any, module: str) -> bool:
+    """Returns True for code that another pack has put into `module`: a rank that only imports this one has its own."""
+    pack = _pack_of(value.__module__ or "") if isinstance(value, (types.FunctionType, type)) else ""
+    return os.sep in pack and pack != _pack_of(module)
 
 
 def variables_of(code: Iterable[Any]) -> list[Replaced]:
@@ -161,11 +169,13 @@ def _followed(one: Any) -> list[Any]:
 
 
 def _named(one: Any) -> Iterator[tuple[_Owner, set[str]]]:
-    """Yields modules and classes of packs, and the names that the code of `one` may look up in each."""
+    """Yields modules and classes of packs, with the names that the code of `one` may look up in each, and those of a
+    class's methods that were set since the import: any code may call them."""
     if isinstance(one, type) and _key(one) in _imported:
-        methods = [value for value in vars(one).values() if isinstance(value, _METHODS)]
-        functions = [getattr(method, "__func__", method) for method in methods]
-        yield one, set().union(*(_names_in(function.__code__) for function in functions))
+        methods = {name: value for name, value in vars(one).items() if isinstance(value, _METHODS)}
+        functions = [getattr(method, "__func__", method) for method in methods.values()]
+        replaced = {name for name, value in methods.items() if was_set(Replaced(*_key(one), name, value))}
+        yield one, replaced.union(*(_names_in(function.__code__) for function in functions))
     module = sys.modules.get(str(getattr(one, "__module__", "")))
     if not isinstance(one, types.FunctionType) or module is None or _key(module) not in _imported:
         return

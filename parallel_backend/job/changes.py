@@ -83,7 +83,8 @@ class _Comparison:
         if id(changed) in self._seen:
             return
         self._seen.add(id(changed))
-        if not is_same_class(type(changed), type(pristine)):
+        kinds = type(changed), type(pristine)
+        if not is_same_class(*kinds) or _code_of(kinds[0]) != _code_of(kinds[1]):
             yield NetworkChange("class", path, "", type(changed))
         for name, value in changed.__dict__.items():
             if not is_note(name) and self._differs(name, changed, pristine):
@@ -178,7 +179,18 @@ def is_same_class(one: type, other: type) -> bool:
     if one is other:
         return True
     names = [(kind.__module__, kind.__qualname__, kind.__bases__) for kind in (one, other)]
-    return names[0] == names[1] and one.__module__.startswith("comfy.") and "<locals>" in one.__qualname__
+    return names[0] == names[1] and _is_made_by_comfyui(one)
+
+
+def _is_made_by_comfyui(kind: type) -> bool:
+    """Returns True for a class that a function of ComfyUI creates, such as a layer for quantised weights."""
+    return kind.__module__.startswith("comfy.") and "<locals>" in kind.__qualname__
+
+
+def _code_of(kind: type) -> dict[str, Any]:
+    """Returns the code of the methods of a class that a function of ComfyUI creates; {} for any other."""
+    methods = vars(kind) if _is_made_by_comfyui(kind) else {}
+    return {name: getattr(value, "__code__", None) for name, value in methods.items()}
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
@@ -219,7 +231,8 @@ class SameModules:
         nested = [module.__dict__[name] for module in modules for name in NESTED]
         self._kinds = [(module, type(module)) for module in modules]
         self._base, self._base_values = base, _base_attributes(base)
-        self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
+        made = [vars(kind) for kind in {*map(type, modules)} if _is_made_by_comfyui(kind)]
+        self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested, *made])
 
     def still_hold(self) -> bool:
         """Returns True if none of them has changed."""

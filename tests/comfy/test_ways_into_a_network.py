@@ -61,10 +61,11 @@ def test_there_are_29_ways():
     assert len(WAYS) == 29
 
 
-# Grouped by model, because loading one takes longer than sampling with it.
-@pytest.mark.parametrize(("kind", "way"), [*product(SAMPLING, WAYS)])
+# Grouped by model, because loading one takes longer than sampling with it. Functions of ComfyUI create the classes of
+# layers for quantised weights.
+@pytest.mark.parametrize(("kind", "way"), [*product(SAMPLING, WAYS), ("wan_fp8", "layer_of_comfyui")])
 def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, known, kind, way):
-    settings = SAMPLING[kind]
+    settings = SAMPLING.get(kind, SAMPLING["wan_t2v"])
     if (kind, "") not in known:
         graph = AnyGraph(packs, kind)
         sampled = graph.ksampler(graph.stock(), *graph.request(), **settings)
@@ -139,6 +140,19 @@ def test_code_of_samplers_counts_where_patches_would_flow(packs):
     parallel = [graph.parallel(changed, pipefusion=2), 0]
     ways = {"plain": plain, "stock": graph.ksampler(changed, *request, **settings)}
     found = latents(packs, graph, ways | {"ours": graph.ksampler(parallel, *request, **settings)})
+    assert relative_difference(found["stock"], found["plain"]) > TELLING
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+def test_a_method_of_another_packs_class_counts(packs):
+    graph = AnyGraph(packs, "unet")
+    request, settings = graph.request(), SAMPLING["unet"]
+    patched = [graph.add("TestEmbeddings", model=graph.stock(), weight=0.8), 0]
+    plain = graph.ksampler(patched, *request, **settings)
+    changed = [graph.add("TestReach", model=patched, way="code_of_another_pack", after=plain), 0]
+    ways = {"plain": plain, "stock": graph.ksampler(changed, *request, **settings)}
+    ours = graph.ksampler([graph.parallel(changed, ulysses=2), 0], *request, **settings)
+    found = latents(packs, graph, ways | {"ours": ours})
     assert relative_difference(found["stock"], found["plain"]) > TELLING
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
 

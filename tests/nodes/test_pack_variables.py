@@ -102,6 +102,13 @@ def test_what_was_set_since_is_found(pack_variables, pack, kind):
     assert _set(pack_variables, pack) == [expected]
 
 
+def test_code_that_another_pack_put_there_at_its_import_counts_as_set(pack, pack_variables):
+    other = types.FunctionType(pack.helper.__code__, {"__name__": "/somewhere/custom_nodes/other.patches"})
+    pack.helper, pack.Settings.total = other, other
+    pack_variables.note_variables({PACK: (f"{PACK}/__init__.py", True)})
+    assert _set(pack_variables, pack) == [("", "", "helper"), ("", "Settings", "total")]
+
+
 def test_what_the_code_does_not_name_stays(pack_variables, pack):
     pack.unused = 2.0
     assert _set(pack_variables, pack) == []

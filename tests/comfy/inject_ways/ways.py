@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -309,6 +310,12 @@ def _multiply(tensor: Tensor, factor: float) -> None:
 def code_of_samplers(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
     original = sampling.to_d
     _set(sampling, "to_d", lambda *args: 0.8 * original(*args))
+
+
+def code_of_another_pack(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
+    (models,) = (one for name, one in sys.modules.items() if name.endswith("parallel_test_popular.models"))
+    original = models.EmbeddingAttention.__call__
+    _set(models.EmbeddingAttention, "__call__", lambda *args: 0.5 * original(*args))
 
 
 def call_of_a_class(model: ModelPatcher, network: nn.Module, _: Place | None) -> None:
