@@ -139,6 +139,14 @@ class Rows:
 STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "attention", "rows")
 
 
+@dataclass
+class HeadTrial:
+    """Whether another pack's attention computes head by head. `differs`: True if heads that were shared out differ from
+    all of them together."""
+
+    differs: bool = False
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """One call of a ComfyUI module with its arguments. `rows`: of the batch; `tokens`: one of TOKEN_MODES; `prompts`:
@@ -147,7 +155,8 @@ class ModuleCall:
     True if an argument may describe several rows, so they must stay on one rank; `unit`: number of consecutive rows
     that must stay on one rank; `by_heads`: True if its attention is another pack's kernel, split by heads; `eager`:
     True if a node's code runs inside its blocks, so they are not compiled; `careful`: True if `tokens` is not the
-    module's own mode because a node's code takes part."""
+    module's own mode because a node's code takes part; `joint_heads`: True if another pack's attention does not compute
+    head by head; `head_trial`: gets whether it does, None if that is known."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -160,6 +169,8 @@ class ModuleCall:
     by_heads: bool = False
     eager: bool = False
     careful: bool = False
+    joint_heads: bool = False
+    head_trial: HeadTrial | None = None
 
 
 @dataclass(frozen=True)

@@ -298,8 +298,10 @@ class ModuleForward:
         if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(OVERRIDE) is not None:
-            self.noted.add(notes.HEADS)
-            with attention_by(queries.HeadAttention(self.layout)):
+            self.noted.add(notes.JOINT_HEADS if call.joint_heads else notes.HEADS)
+            if call.joint_heads:
+                return self._compute_rows(call, cached)
+            with attention_by(queries.HeadAttention(self.layout, call.head_trial)):
                 return self._compute_rows(call, cached)
         self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
         with attention_by(partial(queries.split_queries, self.layout)):

@@ -124,11 +124,10 @@ def _is_pure(function: Any, found: set[Any]) -> bool:
             one, owner = one.__func__, one.__self__
         elif not isinstance(one, (types.FunctionType, types.BuiltinFunctionType, type)):
             one, owner = vars(type(one)).get("__call__"), one
-        if isinstance(one, types.BuiltinFunctionType):
-            continue
-        if not isinstance(one, (types.FunctionType, type)):
+        if not isinstance(one, (types.FunctionType, types.BuiltinFunctionType, type)):
             return False
-        if (one.__module__ or "").startswith(_TRUSTED):
+        found.add((one.__module__, one.__qualname__))
+        if isinstance(one, types.BuiltinFunctionType) or (one.__module__ or "").startswith(_TRUSTED):
             continue
         if isinstance(one, type):
             return False

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...layout import slice_of, split_sizes
 from ...models.attention import Attend, AttentionCall
+from ...requests import HeadTrial
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 
@@ -41,10 +43,11 @@ def split_queries(layout: Layout, library: Attend, call: AttentionCall) -> Tenso
 
 class HeadAttention:
     """An attention.Replacement that splits the heads, for a whole call of a module. It is exact for any kernel that
-    computes head by head, such as another pack's attention override."""
+    computes head by head, such as another pack's attention override. `trial`: gets whether this one does; each rank
+    then computes all heads as well, and answers with these."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._axis, self._weights = layout.sequence, layout.sequence_shares
+    def __init__(self, layout: Layout, trial: HeadTrial | None = None) -> None:
+        self._axis, self._weights, self._trial = layout.sequence, layout.sequence_shares, trial
         self._is_inside = False
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
@@ -68,11 +71,16 @@ class HeadAttention:
         self._is_inside = True  # another pack's function may call ComfyUI's on the heads that it got
         try:
             part = library(replace(call, q=q, k=k, v=v, heads=heads, mask=mask))
+            whole = None if self._trial is None else library(call)
         finally:
             self._is_inside = False
         dim = 1 if call.skip_output_reshape else part.ndim - 1
         lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
-        return all_gather(part, lengths, self._axis, dim).contiguous()
+        joined = all_gather(part, lengths, self._axis, dim).contiguous()
+        if self._trial is None or whole is None:
+            return joined
+        self._trial.differs |= _differ(joined, whole, dim, call.heads)
+        return whole
 
     def _key_heads(self, call: AttentionCall) -> int:
         """Returns the number of heads of keys and values, or 0 if heads cannot be split: keys and values differ in
@@ -88,3 +96,14 @@ class HeadAttention:
             return 0
         key_heads = k.shape[dim] // places
         return key_heads if key_heads and call.heads % key_heads == 0 else 0
+
+
+def _differ(joined: Tensor, whole: Tensor, dim: int, heads: int) -> bool:
+    """Returns True if a head of attention's output differs by more than rounding. `dim`: the one with the heads."""
+    if joined.shape != whole.shape:
+        return True
+    error, size = (
+        one.float().unflatten(dim, (heads, -1)).movedim(dim, 0).flatten(1).norm(dim=1)
+        for one in (joined - whole, whole)
+    )
+    return not bool((error <= torch.finfo(whole.dtype).eps ** 0.5 * size).all())

@@ -103,7 +103,9 @@ class NetworkState:
             for name, value in one.__dict__.items()
             if (value is None or callable(value)) and not is_note(name)
         ]
-        self.apart: dict[Any, bool] = {}  # by foreign code: False if it joins the rows of several prompts
+        # By foreign code: False if it joins the rows of several prompts, or several heads of attention.
+        self.apart: dict[Any, bool] = {}
+        self.by_head: dict[Any, bool] = {}
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
             blocks = find_module(network, path)

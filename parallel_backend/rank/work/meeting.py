@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
+from ...engine.attention.kernels import OVERRIDE
 from ...engine.blocks.block_calls import AttentionBypassed
 from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.collectives import broadcast
@@ -22,7 +23,7 @@ from ...engine.module_forward import ModuleForward
 from ...engine.shared_layers import flatten, send_tree
 from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
-from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
+from ...requests import ATTENTION, ROWS, HeadTrial, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
 from ..outcome.agreement import agree_on_call, worst_outcome
 from ..outcome.errors import refusing
@@ -162,13 +163,30 @@ class ModuleMeeting:
                 call = replace(call, inseparable=True)
                 if forward.layout.row.size > 1:
                     self.notes[_JOINED] = None
-            answer = self._compute(self._numbered(call) if cache is not None else call, cache)
+            answer = self._compute_by_heads(
+                self._numbered(call) if cache is not None else call, foreign, cache
+            )
         except AttentionBypassed:
             self._answers.stop()
             self._mode = ATTENTION
             self.notes[_BYPASSED] = None
             return self._compute(replace(call, tokens=ATTENTION, inseparable=True), None)
         self._answers.add(answer, is_all=not foreign.takes_part)
+        return answer
+
+    def _compute_by_heads(self, call: ModuleCall, foreign: Foreign, cache: ModuleCache | None) -> Any:
+        """Computes a call on all ranks. If they share out the heads of another pack's attention, finds out in the first
+        call of the same code and size whether it computes head by head; if not, it computes all heads together."""
+        override = (call.kwargs.get(OPTIONS) or {}).get(OVERRIDE)
+        sequence, is_split = self._current().layout.sequence, call.by_heads or override is not None
+        if sequence.size == 1 or call.tokens != ATTENTION or not (is_split and foreign.is_pure):
+            return self._compute(call, cache)
+        key, known = (foreign.code, *_parts_of(call.args[0])[0].shape), self._state.by_head
+        if key in known:
+            return self._compute(replace(call, joint_heads=not known[key]), cache)
+        trial = HeadTrial()
+        answer = self._compute(replace(call, head_trial=trial), cache)
+        known[key] = not worst_outcome(self._layouts.world, int(trial.differs), "model call")
         return answer
 
     def _splits_prompts(self, call: ModuleCall, foreign: Foreign) -> bool:

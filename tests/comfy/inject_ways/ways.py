@@ -374,6 +374,28 @@ def attention_override(model: ModelPatcher, network: nn.Module, place: Place) ->
     model.model_options["transformer_options"]["optimized_attention_override"] = override
 
 
+def attention_by_head(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Overrides attention with one that depends on the number of each head."""
+
+    def override(
+        original: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        factors = torch.linspace(0.2, 1.0, heads, dtype=q.dtype)[:, None]
+        if kwargs.get("skip_reshape"):
+            q = q * factors[:, None]
+        else:
+            q = (q.unflatten(-1, (heads, -1)) * factors).flatten(-2)
+        return original(q, k, v, heads, *args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
 def patch_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     def replaced(args: dict, extra: dict) -> dict:
         answer = extra["original_block"](args)

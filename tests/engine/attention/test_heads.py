@@ -1,6 +1,7 @@
 """Attention with its heads split over ranks: every form of call gives the answer of one process."""
 
 import functools
+from dataclasses import replace
 from operator import methodcaller
 
 import pytest
@@ -10,6 +11,7 @@ from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.attention import AttentionCall
 from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.requests import HeadTrial
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from stock_attention import optimized
@@ -91,3 +93,26 @@ def test_a_call_within_a_call_and_one_to_few_keys_are_not_split():
 
     for computed, same in run_ranks(calls, 2):
         assert computed[0] == 3 and computed[1] == HEADS and same[1]
+
+
+def _louder(part):
+    """Attention whose heads differ by their number."""
+    factors = torch.linspace(0.9, 1.1, part.heads)
+    q = part.q * factors[:, None, None] if part.skip_reshape else part.q * factors.repeat_interleave(CHANNELS)
+    return replace(part, q=q).by(optimized)
+
+
+@pytest.mark.parametrize("form", [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize(("library", "differs"), [(methodcaller("by", optimized), False), (_louder, True)])
+def test_a_trial_tells_whether_attention_computes_head_by_head_and_gives_what_one_process_gives(
+    form, library, differs
+):
+    def tries(world):
+        queries.MIN_KEYS = 1
+        q = random(2, HEADS, TOKENS, CHANNELS)
+        given = q if form[0] else q.transpose(1, 2).flatten(2)
+        call, trial = AttentionCall(given, given, given, HEADS, None, None, *form), HeadTrial()
+        attention = queries.HeadAttention(Layouts(world).get(LAYOUTS["uneven"]), trial)
+        return torch.equal(attention(library, call), library(call)), trial.differs
+
+    assert run_ranks(tries, 2) == [(True, differs)] * 2
