@@ -155,7 +155,7 @@ class ModuleCall:
     True if an argument may describe several rows, so they must stay on one rank; `unit`: number of consecutive rows
     that must stay on one rank; `by_heads`: True if its attention is another pack's kernel, split by heads; `eager`:
     True if a node's code runs inside its blocks, so they are not compiled; `careful`: True if `tokens` is not the
-    module's own mode because a node's code takes part; `joint_heads`: True if another pack's attention does not compute
+    module's own mode because a node's code takes part; `joint_heads`: True if another pack's attention may not compute
     head by head; `head_trial`: gets whether it does, None if that is known."""
 
     args: tuple[Any, ...]

@@ -32,7 +32,7 @@ BY_CODE = "code of a node takes part in the network"
 BANDS = "each of {ranks} devices computes a band of the image's rows"
 HEADS = "attention is another pack's: devices share out its heads"
 JOINT_HEADS = (
-    "attention is another pack's, which does not compute head by head, so each device computes all of it"
+    "attention is another pack's, which may not compute head by head, so each device computes all of it"
 )
 RING = (
     "the ring attends by {kernel} and not by {own}, which ComfyUI chose: partial results merge by log-sum-exp, which "

@@ -12,6 +12,7 @@ import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -74,6 +75,7 @@ _DRAWS = {
 }
 # Without further arguments they join all rows. `max` and `min` do as well, but nodes read sigmas with them.
 _JOINS = {"mean", "median", "norm", "std", "sum", "var"}
+_BUILDS = {"BUILD_LIST", "BUILD_MAP", "BUILD_SET"}
 _HIDES = {"eval", "exec"}  # they run code that is not in the bytecode
 _METHOD, _GLOBAL = ("LOAD_METHOD", "LOAD_ATTR"), ("LOAD_GLOBAL", "LOAD_NAME")
 _TRUSTED = ("torch", "comfy.", "einops", "math", "builtins", "numpy", "functools", "typing")
@@ -172,13 +174,26 @@ def _is_pure_code(code: types.CodeType) -> bool:
         name = str(step.argval)
         if step.opname in _STORES or (step.opname == "STORE_DEREF" and name in code.co_freevars):
             return False
-        if step.opname in _METHOD and name in _CHANGES | _DRAWS:
+        if step.opname in _METHOD and name in _DRAWS:
+            return False
+        if step.opname in _METHOD and name in _CHANGES and not _is_of_a_new_container(steps, number):
             return False
         if step.opname in _GLOBAL and name in _HIDES | _DRAWS:
             return False
         if step.opname == "CALL" and _joins_rows(steps[:number], step.arg or 0):
             return False
     return all(_is_pure_code(const) for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+def _is_of_a_new_container(steps: list[dis.Instruction], number: int) -> bool:
+    """Returns True for a method of a local variable that only gets lists, dicts and sets which the code makes."""
+    variable = steps[number - 1]
+    made = [
+        before
+        for before, step in pairwise(steps)
+        if (step.opname, step.argval) == ("STORE_FAST", variable.argval)
+    ]
+    return variable.opname == "LOAD_FAST" and bool(made) and all(one.opname in _BUILDS for one in made)
 
 
 def _joins_rows(before: list[dis.Instruction], arguments: int) -> bool:

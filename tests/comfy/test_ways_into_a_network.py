@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 30 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
+Each of the 31 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in packs.logged())
 
 
-def test_there_are_30_ways():
-    assert len(WAYS) == 30
+def test_there_are_31_ways():
+    assert len(WAYS) == 31
 
 
 # Grouped by model, because loading one takes longer than sampling with it. Functions of ComfyUI create the classes of
@@ -189,6 +189,7 @@ def test_a_weight_in_place_is_refused_where_only_the_devices_have_it(packs):
 WITHIN = {
     "attention_by_head",
     "attention_override",
+    "attention_with_state",
     "child_of_a_block",
     "class_of_a_block",
     "entry_of_a_list",

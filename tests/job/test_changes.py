@@ -310,6 +310,21 @@ def has_one_inside(x):
     return [appends(one) for one in x]
 
 
+def collects(x):
+    found = []
+    for row in x:
+        found.append(row * 2)
+    return torch.stack(found)
+
+
+def appends_to_an_alias(x):
+    found = []
+    if len(x):
+        found = STATE
+    found.append(1)
+    return x
+
+
 class Counts:
     calls = 0
 
@@ -348,6 +363,7 @@ OF_ALL_ROWS = [lambda x: x - x.mean(), lambda x: x / torch.norm(x), lambda x: ev
     "function",
     [
         adds,
+        collects,
         Plain(),
         Plain().__call__,
         Plain().adds_more,
@@ -363,7 +379,15 @@ def test_a_function_of_each_row_alone_is_pure(function):
 
 @pytest.mark.parametrize(
     "function",
-    [appends, calls_one_that_appends, has_one_inside, writes_in_place, Counts(), Counts().__call__],
+    [
+        appends,
+        appends_to_an_alias,
+        calls_one_that_appends,
+        has_one_inside,
+        writes_in_place,
+        Counts(),
+        Counts().__call__,
+    ],
 )
 def test_a_function_that_may_store_something_is_not(function):
     assert not is_pure(function)

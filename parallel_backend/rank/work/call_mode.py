@@ -10,8 +10,9 @@ from uuid import UUID
 import torch
 from torch import Tensor, nn
 
+from ...engine.attention.kernels import OVERRIDE
 from ...job.changes import HOOKS, is_note, is_put_back
-from ...job.purity import purity_of
+from ...job.purity import is_pure, purity_of
 from ...job.restore import Replaced
 from ...models.base import find_module
 from ...models.comfyui.attention_router import is_attention
@@ -48,12 +49,14 @@ SHARE = "_parallel_share"  # attribute of a network: the function that its calls
 @dataclass(frozen=True)
 class Foreign:
     """The code in a call that is not ComfyUI's own. `takes_part`: True if there is any; `between`: True if it only runs
-    between blocks; `is_pure`, `code`: as job/purity.py has them; `kernel`: True if it computes attention."""
+    between blocks; `is_pure`, `code`: as job/purity.py has them; `kernel`: True if it computes attention;
+    `kernel_is_pure`: False if that part stores something."""
 
     takes_part: bool = False
     between: bool = True
     is_pure: bool = True
     kernel: bool = False
+    kernel_is_pure: bool = True
     code: frozenset[Any] = frozenset()
 
 
@@ -144,13 +147,15 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
     kernels = [
         one for one in inside if not one.path and (is_attention(one.name) or one.name == _TORCHS_ATTENTION)
     ]
-    only_kernels = len(kernels) == len(inside)
+    purities = [purity_of(one.value) for one in kernels]
+    only_kernels, are_pure = len(kernels) == len(inside), all(one.is_pure for one in purities)
     return Foreign(
         takes_part=bool(inside),
         between=only_kernels,
-        is_pure=only_kernels,
+        is_pure=only_kernels and are_pure,
         kernel=bool(kernels),
-        code=frozenset().union(*(purity_of(one.value).code for one in kernels)),
+        kernel_is_pure=are_pure,
+        code=frozenset().union(*(one.code for one in purities)),
     )
 
 
@@ -170,6 +175,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
         *(one for value in around.values() for one in value),
     ]
     purities = list(map(purity_of, functions))
+    override = options.get(OVERRIDE)
     changed, in_blocks = state.find_changes()
     between = (
         set(patches) <= _BETWEEN_BLOCKS
@@ -182,6 +188,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
         between=between and code.between,
         is_pure=not changed and not keeps_state and code.is_pure and all(one.is_pure for one in purities),
         kernel=code.kernel,
+        kernel_is_pure=code.kernel_is_pure and (override is None or is_pure(override)),
         code=code.code.union(*(one.code for one in purities)),
     )
 

@@ -176,11 +176,14 @@ class ModuleMeeting:
 
     def _compute_by_heads(self, call: ModuleCall, foreign: Foreign, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks. If they share out the heads of another pack's attention, finds out in the first
-        call of the same code and size whether it computes head by head; if not, it computes all heads together."""
+        call of the same code and size whether it computes head by head; if not, or if it stores something, each rank
+        computes all heads."""
         override = (call.kwargs.get(OPTIONS) or {}).get(OVERRIDE)
         sequence, is_split = self._current().layout.sequence, call.by_heads or override is not None
-        if sequence.size == 1 or call.tokens != ATTENTION or not (is_split and foreign.is_pure):
+        if sequence.size == 1 or call.tokens != ATTENTION or not is_split:
             return self._compute(call, cache)
+        if not foreign.kernel_is_pure:
+            return self._compute(replace(call, joint_heads=True), cache)
         key, known = (foreign.code, *_parts_of(call.args[0])[0].shape), self._state.by_head
         if key in known:
             return self._compute(replace(call, joint_heads=not known[key]), cache)

@@ -396,6 +396,18 @@ def attention_by_head(model: ModelPatcher, network: nn.Module, place: Place) -> 
     model.model_options["transformer_options"]["optimized_attention_override"] = override
 
 
+def attention_with_state(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    """Overrides attention with one that stores a number of all heads, and adds it."""
+    stored = {}
+
+    def override(original: Callable[..., Tensor], q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = original(q, *args, **kwargs)
+        stored["mean"] = found.abs().mean()
+        return found + stored["mean"]
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
 def patch_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     def replaced(args: dict, extra: dict) -> dict:
         answer = extra["original_block"](args)
