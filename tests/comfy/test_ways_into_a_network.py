@@ -132,11 +132,16 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         latents(packs, graph, {"refused": sampled})
 
 
-def test_code_of_samplers_counts_where_patches_would_flow(packs):
+@pytest.mark.parametrize("way", ["code_of_samplers", "wrapper_of_the_model", "APG"])
+def test_code_in_each_step_counts_where_patches_would_flow(packs, way):
+    """ComfyUI's node APG looks at the whole image for its guidance, and stores an average."""
     graph = AnyGraph(packs, "wan_t2v")
-    request, settings = graph.request(), {"steps": 3, "cfg": 1.0}
+    request, settings = graph.request(), {"steps": 3, "cfg": 3.0}
     plain = graph.ksampler(graph.stock(), *request, **settings)
-    changed = [graph.add("TestReach", model=graph.stock(), way="code_of_samplers", after=plain), 0]
+    node, inputs = "TestReach", {"way": way, "after": plain}
+    if way == "APG":
+        node, inputs = way, {"eta": 1.0, "norm_threshold": 5.0, "momentum": 0.5}
+    changed = [graph.add(node, model=graph.stock(), **inputs), 0]
     parallel = [graph.parallel(changed, pipefusion=2), 0]
     ways = {"plain": plain, "stock": graph.ksampler(changed, *request, **settings)}
     found = latents(packs, graph, ways | {"ours": graph.ksampler(parallel, *request, **settings)})

@@ -11,14 +11,33 @@ import torch
 from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
+from ...job.changes import NetworkChange
 from ...job.payload import SamplerRun
 from ...job.restore import Replaced
-from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
+from ...models.comfyui.jobs.samplers import (
+    answer_prompts,
+    has_usual_guidance,
+    in_words,
+    name_of,
+    sampling_classes,
+)
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
 from .patch_flow import FlowRequest, PatchFlow, first_flowing, flow_blocked_by, history_of, step_of
 
 _HOOK = "sampler_calc_cond_batch_function"
+# Functions that ComfyUI calls in each step. While patches flow, only one patch of what they get is current.
+_FUNCTIONS = (
+    _HOOK,
+    "context_handler",
+    "denoise_mask_function",
+    "model_function_wrapper",
+    "sampler_cfg_function",
+    "sampler_post_cfg_function",
+    "sampler_pre_cfg_function",
+)
+_WRAPPERS = ("apply_model", "calc_cond_batch", "predict_noise")
+_CODE = ("comfy.k_diffusion", "comfy.model_base", "comfy.model_sampling", "comfy.samplers")
 
 
 class FlowMeeting(Protocol):
@@ -60,13 +79,17 @@ class JobFlow:
         )
         self.patch_flow = PatchFlow(forward, self)
 
-    def why_not(self, replaced: Iterable[Replaced]) -> str:
+    def why_not(self, replaced: Iterable[Replaced], changes: Iterable[NetworkChange]) -> str:
         """Returns why no patches can flow in this job, in a user's words; "" if they can. `replaced`: what packs have
-        replaced in modules."""
-        if any(one.module.startswith("comfy.k_diffusion") for one in replaced):
-            return "a pack has replaced code of ComfyUI's samplers"
-        if _HOOK in self._guider.model_options:
-            return "a node computes the prompts of a step in a way of its own"
+        replaced in modules; `changes`: what nodes have changed in the model."""
+        if any(one.module.startswith(_CODE) and one.name != "calculate_sigmas" for one in replaced):
+            return "a pack has replaced code by which ComfyUI samples"
+        options = self._guider.model_options
+        wrappers = options.get("transformer_options", {}).get("wrappers", {})
+        functions = [options.get(name) for name in _FUNCTIONS] + [wrappers.get(name) for name in _WRAPPERS]
+        has_method = any(not one.path and callable(one.value) for one in changes)
+        if any(functions) or has_method or not has_usual_guidance(self._guider):
+            return "code of a node takes part in each step and may look at the whole image"
         return flow_blocked_by(self.request, self._forward.layout.strategy)
 
     def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:

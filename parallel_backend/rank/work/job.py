@@ -254,7 +254,7 @@ class _RunningJob:
         _, _, sampler, *_ = work.arguments
         done = self._answers.steps_done
         flow = JobFlow(forward, self._meeting, work, self._end_step, self._on_step, done)
-        reason = _WATCHED if self._job.sends_steps else flow.why_not(self._job.replaced)
+        reason = _WATCHED if self._job.sends_steps else flow.why_not(self._job.replaced, self._job.changes)
         if reason:
             self.notes = (NO_FLOW.format(reason=reason),)
             return sampler

@@ -97,6 +97,14 @@ def in_words(sampler: Any) -> str:
     return getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")
 
 
+def has_usual_guidance(guider: Any) -> bool:
+    """Returns True if ComfyUI's own code for a positive and a negative prompt joins the model's answers."""
+    from comfy.samplers import CFGGuider
+
+    own = CFGGuider.predict_noise
+    return type(guider).predict_noise is own and "predict_noise" not in vars(guider)
+
+
 def sampling_classes(sampling: Any) -> frozenset[str]:
     """Returns the names of the classes in comfy.model_sampling that a model's sampling consists of; none if a node has
     added code to it."""

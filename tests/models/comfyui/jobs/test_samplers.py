@@ -1,4 +1,4 @@
-"""PipeFusion takes ComfyUI's samplers by name, and none around which a pack has put code."""
+"""PipeFusion takes ComfyUI's samplers by name, and none around which a pack has put code; other guidance is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from comfy_modules import import_comfyui_here
-from parallel_backend.models.comfyui.jobs.samplers import name_of
+from parallel_backend.models.comfyui.jobs.samplers import has_usual_guidance, name_of
 from parallel_backend.sampling.samplers import STEPS
 
 import_comfyui_here()
@@ -73,3 +73,21 @@ def test_so_has_one_of_a_module_that_was_loaded_again():
 @pytest.mark.parametrize("make", [wrapped, of_a_pack_by_the_same_name, with_a_method, with_options])
 def test_one_with_code_of_a_pack_or_with_options_has_none(make):
     assert name_of(make(), STEPS) == ""
+
+
+def test_guidance_of_another_class_or_method_is_told_from_comfyuis_usual_one():
+    from comfy.samplers import CFGGuider
+
+    class Basic(CFGGuider):
+        def set_conds(self, positive):
+            self.inner_set_conds({"positive": positive})
+
+    class Perpendicular(CFGGuider):
+        def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006
+            return x
+
+    usual, basic, perpendicular, changed = (
+        kind.__new__(kind) for kind in (CFGGuider, Basic, Perpendicular, Basic)
+    )
+    changed.predict_noise = perpendicular.predict_noise
+    assert [*map(has_usual_guidance, (usual, basic, perpendicular, changed))] == [True, True, False, False]
