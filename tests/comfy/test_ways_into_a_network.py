@@ -132,6 +132,20 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         latents(packs, graph, {"refused": sampled})
 
 
+@pytest.mark.parametrize("way", ["layer_of_torch", "layer_of_comfyui", "method_of_a_block"])
+def test_a_way_into_layers_counts_where_their_weights_are_shared_out(packs, known, way):
+    graph = AnyGraph(packs, "wan_t2v")
+    request, settings = graph.request(), SAMPLING["wan_t2v"]
+    changed = [graph.add("TestReach", model=graph.stock(), way=way), 0]
+    choice = {"ulysses": 2, "shard_weights": True}
+    ways = {"ours": graph.ksampler([graph.parallel(changed, **choice), 0], *request, **settings)}
+    if ("wan_t2v", way) not in known:
+        ways["stock"] = graph.ksampler(changed, *request, **settings)
+    found = latents(packs, graph, ways)
+    expected = known.setdefault(("wan_t2v", way), found.get("stock"))
+    assert relative_difference(found["ours"], expected) <= TOLERANCE
+
+
 @pytest.mark.parametrize("way", ["code_of_samplers", "wrapper_of_the_model", "APG"])
 def test_code_in_each_step_counts_where_patches_would_flow(packs, way):
     """ComfyUI's node APG looks at the whole image for its guidance, and stores an average."""

@@ -232,6 +232,11 @@ class _Sharded(_LateHooks):
             super().load(device_to, 0, False, False)
         finally:
             self.patches = patches
+        for (
+            layer
+        ) in self.model.modules():  # has its weights where it computes, unlike one that ComfyUI has offloaded
+            if hasattr(layer, "prev_comfy_cast_weights"):
+                layer.comfy_cast_weights = layer.prev_comfy_cast_weights
         for key, cut in self.held.cuts.items():
             path, _, name = key.rpartition(".")
             layer = self.model.get_submodule(path)
