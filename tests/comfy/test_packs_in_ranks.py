@@ -36,6 +36,8 @@ CHANGES = {
     "a norm over all rows": ("unet", CFG, _node("TestNormedOutputs"), {}),
     "two halves of the rows": ("unet", CFG, _node("TestJoinedPrompts", way="halves"), {}),
     "rows in another order": ("unet", CFG, _node("TestJoinedPrompts", way="flip"), {}),
+    "a first half of the rows": ("unet", CFG, _node("TestJoinedPrompts", way="first half"), {}),
+    "rows of two prompts": ("unet", CFG, _node("TestJoinedPrompts", way="two prompts"), {}),
     "keys of a first row": ("unet", CFG, _node("TestJoinedPrompts", way="attention"), {}),
     "keys of a first row, by queries": ("unet", ULYSSES, _node("TestJoinedPrompts", way="attention"), {}),
     "keys of a first row, Flux": ("flux", CFG, _node("TestJoinedPrompts", way="attention"), {}),
@@ -69,6 +71,8 @@ JOINED = {
     "a norm over all rows",
     "two halves of the rows",
     "rows in another order",
+    "a first half of the rows",
+    "rows of two prompts",
     "keys of a first row",
     "keys of a first row, Flux",
 }

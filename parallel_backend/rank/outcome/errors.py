@@ -18,7 +18,7 @@ from ...wire.protocol import PEER_FAILED, Failed
 _CHARACTERS = 4000  # of the message, and of the end of the traceback; a datagram holds 64 KiB
 
 # What torch and the modules raise for wrong shapes; einops raises a subclass of RuntimeError.
-_REFUSALS = (RuntimeError, ValueError, IndexError, AssertionError)
+REFUSALS = (RuntimeError, ValueError, IndexError, AssertionError)
 
 
 class PeerFailed(ParallelError):
@@ -62,7 +62,7 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
     before = traffic.collectives
     try:
         yield
-    except _REFUSALS as error:
+    except REFUSALS as error:
         if traffic.collectives > before or is_fault(error):
             raise
         raise RequestError(

@@ -26,7 +26,7 @@ from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row
 from ...requests import ATTENTION, ROWS, HeadTrial, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
 from ..outcome.agreement import agree_on_call, worst_outcome
-from ..outcome.errors import refusing
+from ..outcome.errors import REFUSALS, is_fault, refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
 from .device import all_threads
@@ -199,27 +199,38 @@ class ModuleMeeting:
         return by_rows and foreign.takes_part and count > 1 and call.rows % count == 0
 
     def _are_apart(self, call: ModuleCall, foreign: Foreign) -> bool:
-        """Returns True if no prompt's answer depends on the rows of another. Tries it once for the same code: computes
-        the call with each prompt's rows as NaN in turn, which no other's answer may contain. Collective."""
+        """Returns True if foreign code gives each prompt of a call the same answer without the others' rows. Tries it
+        once for the same code. Collective."""
         if not foreign.is_pure:
             return False
-        count, world = _prompt_count(call.kwargs), self._layouts.world
-        key = (foreign.code, count)
-        if key not in self._state.apart:
-            joined = False
+        count = _prompt_count(call.kwargs)
+        key, known = (foreign.code, count), self._state.apart
+        if key not in known:
+            failed = not self._try_apart(call, count)
+            known[key] = not worst_outcome(self._layouts.world, int(failed), "model call")
+        return known[key]
+
+    def _try_apart(self, call: ModuleCall, count: int) -> bool:
+        """Computes a call with the rows of each of its `count` prompts as NaN in turn, which no other's answer may
+        contain; then as it is, with all rows together and apart."""
+
+        def compute(latent: Any, inseparable: bool = True) -> list[Tensor]:
+            # UNets take a ControlNet's output out of lists, so each call gets its own.
+            kwargs = tree_map(lambda value: value, call.kwargs)
+            args = (latent, *call.args[1:])
+            one = replace(call, args=args, kwargs=kwargs, inseparable=inseparable)
+            return _parts_of(self._compute(one, None))
+
+        latent = call.args[0]
+        try:
             for one in range(count):
-                args = (_with_nan(call.args[0], one, count), *call.args[1:])
-                kwargs = tree_map(
-                    lambda value: value, call.kwargs
-                )  # UNets take a ControlNet's output out of lists
-                try:
-                    answer = self._compute(replace(call, args=args, kwargs=kwargs, inseparable=True), None)
-                except (ValueError, ArithmeticError):  # code that makes a number of a NaN: it looks at values
-                    joined = True
-                    break
-                joined = joined or any(_spread(part, one, count) for part in _parts_of(answer))
-            self._state.apart[key] = not worst_outcome(world, int(joined), "model call")
-        return self._state.apart[key]
+                if any(_is_spread(part, one, count) for part in compute(_with_nan(latent, one, count))):
+                    return False
+            return all(map(_are_near, compute(latent), compute(latent, inseparable=False)))
+        except (*REFUSALS, ArithmeticError) as error:  # the code makes a number of a NaN, or expects all rows
+            if is_fault(error):
+                raise
+            return False
 
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
@@ -307,11 +318,19 @@ def _with_nan(latent: Any, prompt: int, count: int) -> Any:
     return parts[0] if isinstance(latent, Tensor) else type(latent)(parts)
 
 
-def _spread(answer: Tensor, prompt: int, count: int) -> bool:
+def _is_spread(answer: Tensor, prompt: int, count: int) -> bool:
     """Returns True if the answer to another prompt than this one contains a NaN."""
     found = answer.isnan().unflatten(0, (count, -1)).flatten(1).any(1)
     found[prompt] = False
     return bool(found.any())
+
+
+def _are_near(one: Tensor, other: Tensor) -> bool:
+    """Returns True if two answers differ by no more than rounding in another order."""
+    if one.shape != other.shape:
+        return False
+    limit = max(4 * torch.finfo(one.dtype).eps, 1e-4)
+    return bool((one - other).float().norm() <= limit * one.float().norm())
 
 
 def _parts_of(latent: Any) -> list[Tensor]:

@@ -128,6 +128,17 @@ def _to_both(h):
     return torch.cat((positive + 0.3 * negative, negative))
 
 
+def _to_the_first_half(h):
+    """Assumes that a call has the rows of both prompts."""
+    half = len(h) // 2
+    return torch.cat((h[:half] * 1.2, h[half:]))
+
+
+def _of_two_prompts(h):
+    first, second = h.chunk(2)
+    return torch.cat((first * 1.2, second))
+
+
 def _from_a_first_row(func, q, k, v, *args, **kwargs):
     """Attends to the keys of a reference row as well, as style alignment does."""
     k = k + 0.3 * k[:1]
@@ -136,9 +147,16 @@ def _from_a_first_row(func, q, k, v, *args, **kwargs):
 
 @node("TestJoinedPrompts", model="MODEL", way="STRING")
 def joined_prompts(model, way):
-    """Has the rows of one prompt depend on those of the other: in output blocks of a UNet, or in any attention."""
-    if way != "attention":
-        return _with_outputs(model, {"halves": _to_both, "flip": lambda h: h + 0.3 * h.flip(0)}[way])
+    """Has the rows of one prompt depend on those of the other, or on their place among them: in output blocks of a
+    UNet, or in any attention."""
+    changes = {
+        "halves": _to_both,
+        "flip": lambda h: h + 0.3 * h.flip(0),
+        "first half": _to_the_first_half,
+        "two prompts": _of_two_prompts,
+    }
+    if way in changes:
+        return _with_outputs(model, changes[way])
     model = model.clone()
     model.model_options["transformer_options"]["optimized_attention_override"] = _from_a_first_row
     return model
