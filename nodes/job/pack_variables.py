@@ -58,7 +58,7 @@ def _note(modules: Mapping[str, types.ModuleType], is_known: Callable[[Any], boo
 
 def _is_of_another_pack(value: Any, module: str) -> bool:
     """Returns True for code that another pack has put into `module`: a rank that only imports this one has its own."""
-    pack = _pack_of(value.__module__ or "") if isinstance(value, (types.FunctionType, type)) else ""
+    pack = _pack_of(str(value.__module__)) if isinstance(value, (types.FunctionType, type)) else ""
     return os.sep in pack and pack != _pack_of(module)
 
 
@@ -174,7 +174,8 @@ def _named(one: Any) -> Iterator[tuple[_Owner, set[str]]]:
     if isinstance(one, type) and _key(one) in _imported:
         methods = {name: value for name, value in vars(one).items() if isinstance(value, _METHODS)}
         functions = [getattr(method, "__func__", method) for method in methods.values()]
-        replaced = {name for name, value in methods.items() if was_set(Replaced(*_key(one), name, value))}
+        imported = _imported[_key(one)]
+        replaced = {name for name, value in methods.items() if imported.get(name, (None,))[0] is not value}
         yield one, replaced.union(*(_names_in(function.__code__) for function in functions))
     module = sys.modules.get(str(getattr(one, "__module__", "")))
     if not isinstance(one, types.FunctionType) or module is None or _key(module) not in _imported:

@@ -188,9 +188,13 @@ def _is_made_by_comfyui(kind: type) -> bool:
 
 
 def _code_of(kind: type) -> dict[str, Any]:
-    """Returns the code of the methods of a class that a function of ComfyUI creates; {} for any other."""
-    methods = vars(kind) if _is_made_by_comfyui(kind) else {}
-    return {name: getattr(value, "__code__", None) for name, value in methods.items()}
+    """Returns the methods' code and the plain values of a class that a function of ComfyUI creates; {} for others."""
+    found = vars(kind) if _is_made_by_comfyui(kind) else {}
+    plain = (bool, int, float, str)
+    return {
+        name: value if isinstance(value, plain) else getattr(value, "__code__", None)
+        for name, value in found.items()
+    }
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

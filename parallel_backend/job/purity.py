@@ -94,6 +94,7 @@ class Purity:
 
 
 def purity_of(function: Any) -> Purity:
+    """Looks at a function, a method or an object that can be called; once while it is alive."""
     owner = getattr(function, "__self__", function)
     try:
         known = _known.setdefault(owner, {})
@@ -108,6 +109,7 @@ def purity_of(function: Any) -> Purity:
 
 
 def is_pure(function: Any) -> bool:
+    """Returns `is_pure` of its Purity."""
     return purity_of(function).is_pure
 
 

@@ -87,7 +87,7 @@ class JobFlow:
         options = self._guider.model_options
         wrappers = options.get("transformer_options", {}).get("wrappers", {})
         functions = [options.get(name) for name in _FUNCTIONS] + [wrappers.get(name) for name in _WRAPPERS]
-        has_method = any(not one.path and callable(one.value) for one in changes)
+        has_method = any(not one.path and one.kind != "child" and callable(one.value) for one in changes)
         if any(functions) or has_method or not has_usual_guidance(self._guider):
             return "code of a node takes part in each step and may look at the whole image"
         return flow_blocked_by(self.request, self._forward.layout.strategy)

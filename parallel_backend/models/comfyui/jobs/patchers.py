@@ -232,9 +232,8 @@ class _Sharded(_LateHooks):
             super().load(device_to, 0, False, False)
         finally:
             self.patches = patches
-        for (
-            layer
-        ) in self.model.modules():  # has its weights where it computes, unlike one that ComfyUI has offloaded
+        # Each layer has its weights where it computes, unlike those that ComfyUI has offloaded.
+        for layer in self.model.modules():
             if hasattr(layer, "prev_comfy_cast_weights"):
                 layer.comfy_cast_weights = layer.prev_comfy_cast_weights
         for key, cut in self.held.cuts.items():
