@@ -253,6 +253,29 @@ def test_what_comfyui_notes_on_a_model_for_itself_is_no_change():
     assert list(changes_of(here, Network().to("meta"), known)) == []
 
 
+def quantised() -> type[nn.Module]:
+    """Creates a class as comfy.ops does."""
+
+    class Linear(nn.Module):
+        __module__, full_precision = "comfy.ops", False
+
+        def forward(self, x):
+            return x
+
+    return Linear
+
+
+@pytest.mark.parametrize(("name", "value"), [("forward", Other.forward), ("full_precision", True)])
+def test_a_class_that_a_function_of_comfyui_creates_counts_once_a_node_changes_it(name, value):
+    kind = quantised()
+    here, pristine = nn.Sequential(kind()), nn.Sequential(quantised()())
+    known, same = known_of(here), SameModules(here)
+    assert list(changes_of(here, pristine, known)) == [] and same.still_hold()
+    setattr(kind, name, value)
+    assert [*changes_of(here, pristine, known)] == [NetworkChange("class", "0", "", kind)]
+    assert not same.still_hold()
+
+
 def test_what_packs_replace_in_a_module_or_class_goes_back():
     module = ModuleType("comfy_stand_in")
     module.attention, module.Block = len, Other
