@@ -142,9 +142,10 @@ STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "
 @dataclass
 class HeadTrial:
     """Whether another pack's attention computes head by head. `differs`: True if heads that were shared out differ from
-    all of them together."""
+    all of them together; `seconds`: that the comparisons took."""
 
     differs: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ This uses no description of the model, so there is none to prove.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch
@@ -71,15 +72,24 @@ class HeadAttention:
         self._is_inside = True  # another pack's function may call ComfyUI's on the heads that it got
         try:
             part = library(replace(call, q=q, k=k, v=v, heads=heads, mask=mask))
-            whole = None if self._trial is None else library(call)
         finally:
             self._is_inside = False
         dim = 1 if call.skip_output_reshape else part.ndim - 1
         lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
         joined = all_gather(part, lengths, self._axis, dim).contiguous()
-        if self._trial is None or whole is None:
-            return joined
-        self._trial.differs |= _differ(joined, whole, dim, call.heads)
+        return joined if self._trial is None else self._tried(self._trial, library, call, joined)
+
+    def _tried(self, trial: HeadTrial, library: Attend, call: AttentionCall, joined: Tensor) -> Tensor:
+        """Returns the output of all heads together. Notes in `trial` whether it differs from `joined`, that of heads
+        which ranks have computed apart."""
+        started, self._is_inside = time.perf_counter(), True
+        try:
+            whole = library(call)
+        finally:
+            self._is_inside = False
+        dim = 1 if call.skip_output_reshape else whole.ndim - 1
+        trial.differs |= _differ(joined, whole, dim, call.heads)
+        trial.seconds += time.perf_counter() - started
         return whole
 
     def _key_heads(self, call: AttentionCall) -> int:

@@ -141,6 +141,7 @@ class Jobs:
             self._layouts,
             model.state,
             lambda: switching.current,
+            switching.leave_out,
             answers,
             head.mode,
             InputShapes(*head.inputs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,7 +74,8 @@ def lead_calls(kind: type) -> None:
 
 @dataclass(eq=False)
 class ModuleMeeting:
-    """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call; `mode`:
+    """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call;
+    `leave_out`: is given the seconds in which it tried foreign code, which say nothing about the strategy; `mode`:
     the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
     replaced in the code of networks; `cache`: the job's step cache, if any; `same_on_all`: True while all ranks compute
     the same, False in a call of which each rank computes its share."""
@@ -81,6 +83,7 @@ class ModuleMeeting:
     _layouts: Layouts
     _state: NetworkState
     _current: Callable[[], ModuleForward]
+    _leave_out: Callable[[float], None]
     _answers: Answers
     _mode: str
     _inputs: InputShapes
@@ -174,13 +177,20 @@ class ModuleMeeting:
         self._answers.add(answer, is_all=not foreign.takes_part)
         return answer
 
+    @property
+    def _is_shared(self) -> bool:
+        """False under a strategy of fewer devices, which `auto` may try: the first rank computes alone."""
+        return self._current().layout.strategy.world_size == self._layouts.world.world_size
+
     def _compute_by_heads(self, call: ModuleCall, foreign: Foreign, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks. If they share out the heads of another pack's attention, finds out in the first
         call of the same code and size whether it computes head by head; if not, or if it stores something, each rank
         computes all heads."""
         override = (call.kwargs.get(OPTIONS) or {}).get(OVERRIDE)
-        sequence, is_split = self._current().layout.sequence, call.by_heads or override is not None
-        if sequence.size == 1 or call.tokens != ATTENTION or not is_split:
+        is_another_packs = call.by_heads or override is not None
+        if not self._is_shared or self._current().layout.sequence.size == 1:
+            return self._compute(call, cache)
+        if call.tokens != ATTENTION or not is_another_packs:
             return self._compute(call, cache)
         if not foreign.kernel_is_pure:
             return self._compute(replace(call, joint_heads=True), cache)
@@ -190,13 +200,15 @@ class ModuleMeeting:
         trial = HeadTrial()
         answer = self._compute(replace(call, head_trial=trial), cache)
         known[key] = not worst_outcome(self._layouts.world, int(trial.differs), "model call")
+        self._leave_out(trial.seconds)
         return answer
 
     def _splits_prompts(self, call: ModuleCall, foreign: Foreign) -> bool:
         """Returns True if ranks would compute several prompts of a call with foreign code apart."""
         layout, count = self._current().layout, _prompt_count(call.kwargs)
         by_rows = layout.row.size > 1 or (layout.sequence.size > 1 and call.tokens in (ROWS, ATTENTION))
-        return by_rows and foreign.takes_part and count > 1 and call.rows % count == 0
+        is_split = self._is_shared and by_rows and count > 1 and call.rows % count == 0
+        return is_split and foreign.takes_part
 
     def _are_apart(self, call: ModuleCall, foreign: Foreign) -> bool:
         """Returns True if foreign code gives each prompt of a call the same answer without the others' rows. Tries it
@@ -206,8 +218,10 @@ class ModuleMeeting:
         count = _prompt_count(call.kwargs)
         key, known = (foreign.code, count), self._state.apart
         if key not in known:
+            started = time.perf_counter()
             failed = not self._try_apart(call, count)
             known[key] = not worst_outcome(self._layouts.world, int(failed), "model call")
+            self._leave_out(time.perf_counter() - started)
         return known[key]
 
     def _try_apart(self, call: ModuleCall, count: int) -> bool:
@@ -234,8 +248,7 @@ class ModuleMeeting:
 
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
-        forward, world = self._current(), self._layouts.world
-        is_shared = forward.layout.strategy.world_size == world.world_size
+        forward, world, is_shared = self._current(), self._layouts.world, self._is_shared
         parts: list[Tensor] = []
         form = ""
         self.same_on_all = is_shared and call.inseparable

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from parallel_backend.observability.timeline import timeline
 from parallel_backend.options import THREADS_ALONE
 from parallel_backend.rank.work import job as jobs
 from parallel_backend.rank.work.device import all_threads
+from parallel_backend.rank.work.switching import Switching
 from parallel_backend.requests import Placement
 from parallel_backend.sidecar.group.events import Stepped
 from parallel_backend.sidecar.process.environment import rank_environment
@@ -62,6 +65,21 @@ def switched(world, spec):
         latent, _, parent = ranks.run(ULYSSES, job, trials=TRIALS)
         found[name] = latent, parent.strategies
     return found
+
+
+def test_time_that_is_left_out_does_not_count_for_the_strategy():
+    class Trials(TrialRun):
+        def took(self, seconds):
+            taken.append(seconds)
+
+    taken, boundary = [], Mock()
+    world = SimpleNamespace(control=None, synchronize=lambda: None)
+    switching = Switching(world, Trials(ONE, NO_TRIALS, STEPS), lambda strategy: strategy, boundary)
+    for seconds in (1000.0, 0.0):
+        switching.leave_out(seconds)
+        switching.on_step(0, torch.zeros(1), 0)
+    assert taken[0] < 0 <= taken[1]
+    assert boundary.call_count == 2
 
 
 def test_a_job_that_changed_four_times_gives_stocks_latent(spec):
