@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -80,7 +80,7 @@ _HIDES = {"eval", "exec"}  # they run code that is not in the bytecode
 _METHOD, _GLOBAL = ("LOAD_METHOD", "LOAD_ATTR"), ("LOAD_GLOBAL", "LOAD_NAME")
 _TRUSTED = ("torch", "comfy.", "einops", "math", "builtins", "numpy", "functools", "typing")
 _MOST = 64  # functions to follow
-_DEPTH = 4  # levels of containers and objects to look into for settings
+_DEPTH, _ENTRIES = 4, 1000  # levels of containers and objects to look into for settings, and entries of each
 _known = WeakIdKeyDictionary()  # by function or by the object of a method: {code of the method: Purity}
 
 
@@ -150,12 +150,12 @@ def _settings(value: Any, depth: int) -> Any:
     """Returns the numbers and words in containers and objects, down to `depth` levels, as nested tuples."""
     if isinstance(value, (bool, int, float, str)):
         return type(value), value
-    if depth and isinstance(value, (list, tuple)):
-        return tuple(_settings(one, depth - 1) for one in value)
-    named = value if isinstance(value, Mapping) else fields_of(value)
-    return (
-        tuple((name, _settings(one, depth - 1)) for name, one in named.items()) if depth and named else None
-    )
+    if not depth:
+        return None
+    if isinstance(value, (list, tuple)):
+        return tuple(_settings(one, depth - 1) for one in value[:_ENTRIES])
+    named = (value if isinstance(value, Mapping) else fields_of(value)) or {}
+    return tuple((name, _settings(one, depth - 1)) for name, one in islice(named.items(), _ENTRIES))
 
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
