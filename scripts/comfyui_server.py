@@ -153,7 +153,7 @@ class ComfyUIServer:
             self._process.wait()
         self._process = None
         _, alive = psutil.wait_procs(children, CHILDREN_TIMEOUT)
-        self.survivors = [_command_line(process) for process in alive]
+        self.survivors = [line for process in alive if (line := _command_line(process))]
         for process in alive:
             process.kill()
 
@@ -200,7 +200,10 @@ def _die_with_parent() -> None:
 
 
 def _command_line(process: psutil.Process) -> str:
+    """Returns "" for a process that has ended by now, even if the system has not cleared it away."""
     try:
         return " ".join(process.cmdline()) or process.name()
+    except psutil.NoSuchProcess:  # or psutil.ZombieProcess
+        return ""
     except psutil.Error:
         return f"process {process.pid}"

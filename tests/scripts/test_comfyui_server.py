@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import textwrap
 
+import psutil
 import pytest
 
 import comfyui_server
 from comfyui_server import ComfyUIServer
 from steps import SetupError
+from waiting import wait_until
 
 # Ends with ComfyUI's message if the port is taken, and otherwise answers on it.
 MAIN = """
@@ -54,3 +57,19 @@ def test_a_machine_without_afree_port_is_told_so(server, taken, monkeypatch):
     monkeypatch.setattr(comfyui_server, "free_port", lambda: taken)
     with pytest.raises(SetupError, match="already in use"):
         server.start()
+
+
+def test_a_process_that_has_ended_is_not_left_behind_and_one_that_runs_is(server, monkeypatch):
+    """The system may take a while to clear away a process whose parent has ended before it."""
+    ended, running = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "60"))
+    children = [psutil.Process(one.pid) for one in (ended, running)]
+    wait_until(lambda: children[0].status() == psutil.STATUS_ZOMBIE)
+    monkeypatch.setattr(comfyui_server.psutil, "wait_procs", lambda processes, timeout: ([], processes))
+    try:
+        with server:
+            monkeypatch.setattr(server, "children", lambda: children)
+        assert server.survivors == ["sleep 60"]
+    finally:
+        ended.wait()
+        running.kill()
+        running.wait()
