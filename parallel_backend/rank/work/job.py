@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pac
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
-from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
+from ...models.comfyui.jobs.samplers import call_network, fits_in_one_call, run_guider, sampler_of
 from ...models.comfyui.placing import moved
 from ...requests import InputShapes, RunInfo
 from ...sampling.host_copy import NumbersCheck, most_lag
@@ -142,6 +143,7 @@ class Jobs:
             model.state,
             lambda: switching.current,
             switching.leave_out,
+            partial(fits_in_one_call, model.base),
             answers,
             head.mode,
             InputShapes(*head.inputs),

@@ -75,8 +75,9 @@ def lead_calls(kind: type) -> None:
 @dataclass(eq=False)
 class ModuleMeeting:
     """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call;
-    `leave_out`: is given the seconds in which it tried foreign code, which say nothing about the strategy; `mode`:
-    the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
+    `leave_out`: is given the seconds in which it tried foreign code, which say nothing about the strategy; `fits`:
+    returns False for a latent whose prompts ComfyUI would compute one after the other, for want of memory; `mode`: the
+    token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
     replaced in the code of networks; `cache`: the job's step cache, if any; `same_on_all`: True while all ranks compute
     the same, False in a call of which each rank computes its share."""
 
@@ -84,6 +85,7 @@ class ModuleMeeting:
     _state: NetworkState
     _current: Callable[[], ModuleForward]
     _leave_out: Callable[[float], None]
+    _fits: Callable[[list[Tensor]], bool]
     _answers: Answers
     _mode: str
     _inputs: InputShapes
@@ -211,16 +213,18 @@ class ModuleMeeting:
         return is_split and foreign.takes_part
 
     def _are_apart(self, call: ModuleCall, foreign: Foreign) -> bool:
-        """Returns True if foreign code gives each prompt of a call the same answer without the others' rows. Tries it
-        once for the same code. Collective."""
+        """Returns True if foreign code gives each prompt of a call the same answer without the others' rows, or would
+        not get them on one device either. Tries it once for the same code. Collective."""
         if not foreign.is_pure:
             return False
-        count = _prompt_count(call.kwargs)
+        count, world = _prompt_count(call.kwargs), self._layouts.world
         key, known = (foreign.code, count), self._state.apart
         if key not in known:
+            if worst_outcome(world, int(not self._fits(_parts_of(call.args[0]))), "model call"):
+                return True
             started = time.perf_counter()
             failed = not self._try_apart(call, count)
-            known[key] = not worst_outcome(self._layouts.world, int(failed), "model call")
+            known[key] = not worst_outcome(world, int(failed), "model call")
             self._leave_out(time.perf_counter() - started)
         return known[key]
 

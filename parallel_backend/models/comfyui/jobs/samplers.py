@@ -97,6 +97,16 @@ def in_words(sampler: Any) -> str:
     return getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")
 
 
+def fits_in_one_call(model: Any, parts: Sequence[Tensor]) -> bool:
+    """Returns True if ComfyUI would give all these rows to its BaseModel `model` in one call, by its own estimate of
+    memory; otherwise it calls for one prompt after the other. `parts`: of the latent [B, C, ...]."""
+    from comfy.model_management import get_free_memory
+
+    device = parts[0].device
+    needed = sum(model.memory_required(list(part.shape)) for part in parts)
+    return bool(device.type == "cpu" or needed * 1.5 < get_free_memory(device))
+
+
 def has_usual_guidance(guider: Any) -> bool:
     """Returns True if ComfyUI's own code for a positive and a negative prompt joins the model's answers."""
     from comfy.samplers import CFGGuider

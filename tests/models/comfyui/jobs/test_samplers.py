@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from comfy_modules import import_comfyui_here
-from parallel_backend.models.comfyui.jobs.samplers import has_usual_guidance, name_of
+from parallel_backend.models.comfyui.jobs.samplers import fits_in_one_call, has_usual_guidance, name_of
 from parallel_backend.sampling.samplers import STEPS
 
 import_comfyui_here()
@@ -91,3 +94,14 @@ def test_guidance_of_another_class_or_method_is_told_from_comfyuis_usual_one():
     )
     changed.predict_noise = perpendicular.predict_noise
     assert [*map(has_usual_guidance, (usual, basic, perpendicular, changed))] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("free", "fits"), [(1e9, True), (1e6, False)])
+def test_rows_fit_in_one_call_where_comfyui_would_make_one(monkeypatch, free, fits):
+    from comfy import model_management
+
+    model = SimpleNamespace(memory_required=lambda shape: 1e3 * math.prod(shape))
+    monkeypatch.setattr(model_management, "get_free_memory", lambda device: free)
+    parts = [torch.empty(2, 4, 16, 16, device="meta"), torch.empty(2, 8, 7, device="meta")]
+    assert fits_in_one_call(model, parts) is fits
+    assert fits_in_one_call(model, [torch.empty(2, 4, 16, 16)]), "host memory is not scarce"
