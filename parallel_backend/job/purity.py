@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def purity_of(function: Any) -> Purity:
 
 
 def is_pure(function: Any) -> bool:
-    """Returns `is_pure` of its Purity."""
+    """Returns True if `function` is pure, as Purity has it."""
     return purity_of(function).is_pure
 
 
@@ -178,7 +179,7 @@ def _is_pure_code(code: types.CodeType) -> bool:
             return False
         if step.opname in _METHOD and name in _DRAWS:
             return False
-        if step.opname in _METHOD and name in _CHANGES and not _is_of_a_new_container(steps, number):
+        if step.opname in _METHOD and name in _CHANGES and not _is_of_a_new_container(code, steps, number):
             return False
         if step.opname in _GLOBAL and name in _HIDES | _DRAWS:
             return False
@@ -187,15 +188,18 @@ def _is_pure_code(code: types.CodeType) -> bool:
     return all(_is_pure_code(const) for const in code.co_consts if isinstance(const, types.CodeType))
 
 
-def _is_of_a_new_container(steps: list[dis.Instruction], number: int) -> bool:
-    """Returns True for a method of a local variable that only gets lists, dicts and sets which the code makes."""
+def _is_of_a_new_container(code: types.CodeType, steps: list[dis.Instruction], number: int) -> bool:
+    """Returns True for a method of a local variable that only gets lists, dicts and sets which the code makes: no
+    argument, and no value that is one of two."""
     variable = steps[number - 1]
-    made = [
-        before
+    arguments, *others = inspect.getargs(code)
+    if variable.opname != "LOAD_FAST" or variable.argval in (*arguments, *others):
+        return False
+    return all(
+        before.opname in _BUILDS and not step.is_jump_target
         for before, step in pairwise(steps)
         if (step.opname, step.argval) == ("STORE_FAST", variable.argval)
-    ]
-    return variable.opname == "LOAD_FAST" and bool(made) and all(one.opname in _BUILDS for one in made)
+    )
 
 
 def _joins_rows(before: list[dis.Instruction], arguments: int) -> bool:

@@ -77,6 +77,11 @@ def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tens
     return _routed(name, replacement, replaceable=False)
 
 
+def unrouted(function: Any) -> Any:
+    """Returns the function that a routed one stands for; any other one unchanged."""
+    return getattr(function, _ROUTED, function)
+
+
 def routed_functions() -> dict[int, Callable[..., Tensor]]:
     """Maps the id of each stock function, which packs may have imported before, to its routed version."""
     from comfy.ldm.modules import attention

@@ -15,7 +15,7 @@ from ...job.changes import HOOKS, is_note, is_put_back
 from ...job.purity import is_pure, purity_of
 from ...job.restore import Replaced
 from ...models.base import find_module
-from ...models.comfyui.attention_router import is_attention
+from ...models.comfyui.attention_router import is_attention, unrouted
 from ...models.comfyui.calls import HOST_ONLY, OPTIONS, PACK_OPTIONS
 from ...models.proof.states import ClassVerdict, trusted_mode
 from ...models.tokens.regions import Region
@@ -147,7 +147,7 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
     kernels = [
         one for one in inside if not one.path and (is_attention(one.name) or one.name == _TORCHS_ATTENTION)
     ]
-    purities = [purity_of(one.value) for one in kernels]
+    purities = [purity_of(unrouted(one.value)) for one in kernels]
     only_kernels, are_pure = len(kernels) == len(inside), all(one.is_pure for one in purities)
     return Foreign(
         takes_part=bool(inside),

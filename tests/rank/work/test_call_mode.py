@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from comfy_modules import import_comfyui_here
 from parallel_backend.job.restore import Replaced
+from parallel_backend.models.comfyui.attention_router import reroute
 from parallel_backend.rank.work.call_mode import Foreign, NetworkState, foreign_code, foreign_in, mode_of
 from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
 
@@ -72,6 +74,27 @@ def test_functions_in_network_code_take_part_and_values_do_not():
     values = [Replaced(module, "", name, value) for name, value in (("CACHE_T", 3), ("SIZES", (1, 2)))]
     assert foreign_code(values) == Foreign()
     assert foreign_code([*values, Replaced(module, "Resample", "forward", max)]).takes_part
+
+
+def test_a_kernel_is_judged_by_the_packs_code_and_not_by_the_router_around_it():
+    import_comfyui_here()
+
+    def scaled(q, *others):
+        return q * 2
+
+    def counting(q, *others, calls=[]):  # noqa: B006
+        calls.append(1)
+        return q
+
+    def found(function):
+        kernel = reroute("optimized_attention", function)
+        return foreign_code([Replaced("comfy.ldm.modules.attention", "", "optimized_attention", kernel)])
+
+    assert [(one.kernel, one.is_pure, one.kernel_is_pure) for one in map(found, (scaled, counting))] == [
+        (True, True, True),
+        (True, False, False),
+    ]
+    assert found(scaled).code != found(counting).code
 
 
 def test_hooks_that_the_load_left_are_no_change_and_those_that_come_later_are():
